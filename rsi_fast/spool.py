@@ -1,0 +1,158 @@
+"""Trajectories and round orders on disk: the only thing that collector and trainer share.
+
+    RUN/orders/0007-ppo-0003.json     what to collect, written by the trainer
+    RUN/spool/0007-ppo-0003/00042.json   attempt 42 of that order, written by the collector
+
+Every file is written whole beside its place, then renamed, and never changed. An attempt's name follows from the order,
+so a collector that was killed goes on with the names that are missing, and a trainer can be run again from a spool.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+FINISH_REASONS = (
+    "submit",  # the agent said it is done
+    "max_turns",
+    "turn_length",  # a reply was cut at max_turn_tokens (vLLM's finish_reason "length"): never taken for a success
+    "max_tokens",  # no room for another turn in the context
+    "wall_time",
+    "empty_reply",  # the model sampled nothing
+    "demonstration",
+    "error",  # the attempt is invalid, `invalid_reason` says why
+)
+
+
+class Check(BaseModel):
+    """One assertion of the verifier."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    family: str
+    passed: float  # 0 to 1
+
+
+class Turn(BaseModel):
+    """One reply of the model, as text, for people and reports. The tokens stand in Trajectory."""
+
+    model_config = ConfigDict(extra="forbid")
+    reply: str
+    command: str | None  # None: submitted, or nothing that could be run
+    observation: str | None  # as the agent saw it, cut; None after the last turn
+    exit_code: int | None = None
+    weight_version: int  # of the weights that sampled it
+    generate_s: float = 0.0
+    sandbox_s: float = 0.0
+
+
+class Trajectory(BaseModel):
+    """One attempt at one task. Lists are parallel, one entry per token."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: str  # "<order>/<index>"
+    task: str  # name of the task, unique in its set
+    token_ids: list[int]
+    action_mask: list[int]  # 1 where the policy sampled the token
+    turn_ids: list[int]  # of action tokens; -1 at masked positions
+    behaviour_logprobs: list[float]  # log-prob of the token under the sampling distribution; 0 at masked positions
+    turns: list[Turn]
+    finish_reason: Literal[FINISH_REASONS]
+    invalid_reason: str | None = None  # sandbox or verifier failed: kept and counted, never trained on
+    success: bool = False  # strict success: the verifier's own verdict
+    checks: list[Check] = []
+    timing: dict[str, float] = {}  # seconds: generate, sandbox, verify, total
+
+    @property
+    def valid(self) -> bool:
+        return self.invalid_reason is None
+
+    @model_validator(mode="after")
+    def _parallel(self):
+        lengths = {
+            name: len(getattr(self, name)) for name in ("token_ids", "action_mask", "turn_ids", "behaviour_logprobs")
+        }
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"trajectory {self.id}: lists of different length: {lengths}")
+        return self
+
+
+class Order(BaseModel):
+    """What to collect: attempt i is a try at tasks[i] of the task set, with a seed of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str  # unique in the run, sorts in the order of work, such as "0007-ppo-0003"
+    task_set: Literal["train", "heldout"]
+    tasks: list[str]  # names; one attempt each, repeats allowed
+    weight_version: int  # collect only with these weights live in the servers
+    temperature: float
+    seed: int
+    blank_observations: bool = False  # the agent gets empty observations: shows which tasks can be guessed
+
+
+def write_json_atomic(path: Path, text: str) -> None:
+    """Writes text so that a reader sees all of it or nothing, also after a crash of the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+class Spool:
+    """The orders and trajectories of one run directory."""
+
+    def __init__(self, run_dir: Path):
+        self.orders_dir = Path(run_dir) / "orders"
+        self.spool_dir = Path(run_dir) / "spool"
+
+    def give_order(self, order: Order) -> None:
+        """Trainer side. Giving an order that already stands changes nothing, but it must be the same order."""
+        path = self.orders_dir / f"{order.name}.json"
+        if path.exists():
+            if Order.model_validate_json(path.read_text()) != order:
+                raise ValueError(f"order {order.name} in {self.orders_dir} differs from the one this run would give")
+            return
+        write_json_atomic(path, order.model_dump_json())
+
+    def orders(self) -> list[Order]:
+        """All orders, oldest first."""
+        if not self.orders_dir.is_dir():
+            return []
+        return [Order.model_validate_json(p.read_text()) for p in sorted(self.orders_dir.glob("[!.]*.json"))]
+
+    def missing(self, order: Order) -> list[int]:
+        """Indices of the order's attempts that have no trajectory yet."""
+        folder = self.spool_dir / order.name
+        done = {p.name for p in folder.glob("[!.]*.json")} if folder.is_dir() else set()
+        return [i for i in range(len(order.tasks)) if f"{i:05d}.json" not in done]
+
+    def write(self, order: Order, index: int, trajectory: Trajectory) -> None:
+        write_json_atomic(self.spool_dir / order.name / f"{index:05d}.json", trajectory.model_dump_json())
+
+    def read(self, order: Order) -> list[Trajectory]:
+        """The trajectories of a finished order, by index. Raises FileNotFoundError for a missing one."""
+        folder = self.spool_dir / order.name
+        return [Trajectory.model_validate_json((folder / f"{i:05d}.json").read_text()) for i in range(len(order.tasks))]
+
+
+def read_folder(folder: Path) -> list[Trajectory]:
+    """Every trajectory of a folder (demonstrations, say), by file name."""
+    return [Trajectory.model_validate_json(p.read_text()) for p in sorted(Path(folder).rglob("[!.]*.json"))]
+
+
+def read_json(path: Path) -> dict | None:
+    """A JSON object, or None where there is no such file yet."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
