@@ -126,10 +126,8 @@ class Trainer(Section):
     importance_cap: Positive | None = None  # truncated importance weight against the behaviour log-probs
     value_clip: Positive = 0.2
     whiten_advantages: bool = True
-    entropy_coef: float = Field(default=0.0, ge=0)
     optimizer: Optimizer = Optimizer()
     zero: Zero = Zero()
-    checkpoint_every: PositiveCount = 1  # rounds
     keep_checkpoints: PositiveCount = 2
     max_logprob_abs_diff: Positive = 0.1  # mean over a round's tokens, trainer against vLLM, beyond which the run stops
     sync_timeout_s: Positive = 120.0
@@ -139,6 +137,7 @@ class Stage(Section):
     kind: Literal["sft", "critic", "ppo"]
     name: str | None = Field(default=None, pattern=r"^[a-z0-9_-]{1,40}$")  # default: the kind
     eval_after: bool = False  # score the held-out set with the stage's last weights
+    checkpoint_every: PositiveCount = 1  # rounds, or steps of sft; the end of a stage always makes one
     actor_lr: float = Field(default=0.0, ge=0)
     critic_lr: float = Field(default=0.0, ge=0)
     lr_warmup_steps: Count = 0

@@ -1,0 +1,71 @@
+"""One trainer rank: `torchrun ... -m rsi_fast.trainer RUN [--offline]`. Reads RUN/config.toml; writes RUN/logs/."""
+
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+
+def main() -> int:
+    run_dir, offline = Path(sys.argv[1]), "--offline" in sys.argv[2:]
+    rank = int(os.environ["RANK"])
+    log = os.open(run_dir / "logs" / f"trainer-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from rsi_fast.errors import UserError, leave_error
+
+    try:
+        _train(run_dir, offline)
+    except UserError as error:
+        print(f"error: {error}", flush=True)
+        leave_error(run_dir, f"trainer-{rank}", str(error))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        leave_error(run_dir, f"trainer-{rank}", f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _train(run_dir: Path, offline: bool) -> None:
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    from rsi_fast.config import load_config
+
+    config = load_config(run_dir / "config.toml")
+    if config.model.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * config.trainer.num_ranks)))
+    import deepspeed
+
+    from rsi_fast.tasks import load_task_set
+    from rsi_fast.trainer.loop import Trainer
+
+    # Ranks wait for each other at most this long; a dead one is noticed by torchrun at once.
+    deepspeed.init_distributed(
+        "nccl" if config.model.device == "cuda" else "gloo",
+        timeout=timedelta(seconds=config.rollout.round_timeout_s + config.server.start_timeout_s),
+        verbose=False,
+    )
+    torch.manual_seed(config.run.seed)
+    publisher = None
+    if not offline:
+        from rsi_fast.trainer.sync import Publisher
+
+        publisher = Publisher(config, api_key=os.environ["RSI_FAST_API_KEY"])
+    names = {
+        which: list(load_task_set(tasks, config.run.seed, run_dir))
+        for which in ("train", "heldout")
+        if (tasks := getattr(config.tasks, which))
+    }
+    Trainer(config, names, publisher).train()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

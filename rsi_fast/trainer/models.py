@@ -1,0 +1,82 @@
+"""Actor and critic as modules that ZeRO-3 can wrap, and the guard against weights that were not loaded."""
+
+from pathlib import Path
+
+import torch
+from rsi_kernels import linear_token_logprobs
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from rsi_fast.errors import UserError
+from rsi_fast.trainer.batching import prediction_targets, to_token_positions
+
+# Batches are padded on the right, so causal attention never sees padding and no attention mask is needed.
+
+
+class Actor(nn.Module):
+    """A causal language model that gives the log-probs of the action tokens."""
+
+    def __init__(self, language_model: nn.Module):
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(
+        self, token_ids: torch.Tensor, action_mask: torch.Tensor, temperature: float, with_entropy: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """token_ids: [B, T] int64; action_mask: [B, T] bool -> log-probs [B, T] fp32 at token positions, 0 where masked;
+        with_entropy: the pair (log-probs, entropies)."""
+        model = self.language_model
+        hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+        targets, mask = prediction_targets(token_ids, action_mask)
+        weight = model.get_output_embeddings().weight
+        out = linear_token_logprobs(hidden, weight, targets, mask, temperature=temperature, return_entropy=with_entropy)
+        return tuple(to_token_positions(x) for x in out) if with_entropy else to_token_positions(out)
+
+
+class Critic(nn.Module):
+    """The actor's backbone with a value head. The value at token t is that of the prefix up to t-1."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int, seed: int):
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(hidden_size, 1)
+        # Near zero, so that first values are; not zero, so that the first step already moves the backbone.
+        with torch.no_grad():
+            self.value_head.weight.normal_(0, 1e-3, generator=torch.Generator().manual_seed(seed))
+            self.value_head.bias.zero_()
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [B, T] int64 -> values [B, T] fp32 at token positions; the first is 0: nothing precedes it."""
+        hidden = self.backbone(input_ids=token_ids, use_cache=False).last_hidden_state
+        return to_token_positions(self.value_head(hidden).squeeze(-1).float())
+
+
+def load_actor(folder: Path, dtype: torch.dtype) -> Actor:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+    )
+    _check_loaded(folder, info, ignore_unexpected=())
+    return Actor(model)
+
+
+def load_critic(folder: Path, dtype: torch.dtype, seed: int) -> Critic:
+    """A critic from an actor's folder: its backbone, without the language model head."""
+    backbone, info = AutoModel.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+    )
+    _check_loaded(folder, info, ignore_unexpected=("lm_head.weight",))
+    hidden_size = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().hidden_size
+    return Critic(backbone, hidden_size, seed)
+
+
+def _check_loaded(folder: Path, info: dict, ignore_unexpected: tuple[str, ...]) -> None:
+    """A parameter that is missing or unexpected is silently random or silently dropped: that ends the run."""
+    problems = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+    problems += [f"unexpected: {name}" for name in sorted(set(info["unexpected_keys"]) - set(ignore_unexpected))]
+    problems += [f"of another shape: {entry[0]}" for entry in sorted(info["mismatched_keys"])]
+    if problems:
+        shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
+        raise UserError(
+            f"the weights in {folder} do not fit the model its config.json describes:\n  {shown}\n"
+            "Get the folder again whole, or correct config.json."
+        )

@@ -1,0 +1,147 @@
+"""Orders for the collector, the wait for their trajectories, and verifier reports made into rewards."""
+
+import random
+import time
+import zlib
+from pathlib import Path
+
+import torch
+from rsi_kernels import family_rewards
+
+from rsi_fast.config import Config
+from rsi_fast.errors import UserError
+from rsi_fast.spool import Order, Spool, Trajectory
+from rsi_fast.trainer.batching import Sample
+
+POLL_S = 0.1
+
+
+def order_name(stage_number: int, label: str, part: int | str) -> str:
+    """Sorts in the order of work: rounds by number, then "eval". Stage 0 is the model as it was given."""
+    return f"{stage_number:02d}-{label}-{part:04d}" if isinstance(part, int) else f"{stage_number:02d}-{label}-{part}"
+
+
+def training_order(config: Config, stage_number: int, round_: int, task_names: list[str], weight_version: int) -> Order:
+    """The order of one round of a stage (counted from 1). Tasks come from shuffled passes over the training set that
+    go on from stage to stage, so that none comes twice before all came once."""
+    stages = config.stages[: stage_number - 1]
+    stage = config.stages[stage_number - 1]
+    start = sum(s.rounds * s.attempts for s in stages if s.rounds) + round_ * stage.attempts
+    tasks = []
+    for position in range(start, start + stage.attempts):
+        lap, place = divmod(position, len(task_names))
+        tasks.append(_shuffled(tuple(task_names), config.run.seed * 1_000_003 + lap)[place])
+    return _order(config, order_name(stage_number, stage.label, round_), "train", tasks, weight_version)
+
+
+def eval_order(config: Config, stage_number: int, label: str, task_names: list[str], weight_version: int) -> Order:
+    tasks = [name for name in task_names for _ in range(config.eval.attempts_per_task)]
+    return _order(config, order_name(stage_number, label, "eval"), "heldout", tasks, weight_version)
+
+
+def _order(config: Config, name: str, task_set: str, tasks: list[str], weight_version: int) -> Order:
+    return Order(
+        name=name,
+        task_set=task_set,
+        tasks=tasks,
+        weight_version=weight_version,
+        temperature=config.rollout.temperature if task_set == "train" else config.eval.temperature,
+        seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+    )
+
+
+_laps: dict[tuple[int, int], list[str]] = {}
+
+
+def _shuffled(names: tuple[str, ...], seed: int) -> list[str]:
+    key = (len(names), seed)
+    if key not in _laps:
+        _laps[key] = random.Random(seed).sample(names, len(names))
+    return _laps[key]
+
+
+def wait_for(spool: Spool, order: Order, timeout_s: float, collector_runs: bool) -> list[Trajectory]:
+    """Blocks until the order's trajectories are all there."""
+    deadline = time.monotonic() + timeout_s
+    while missing := spool.missing(order):
+        if not collector_runs:
+            raise UserError(
+                f"the spool {spool.spool_dir} lacks {len(missing)} of {len(order.tasks)} trajectories of {order.name}, "
+                "and `rsi-fast train` collects none: use `rsi-fast run`, or ask for fewer rounds (--set stages...)"
+            )
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{len(missing)} of {len(order.tasks)} trajectories of {order.name} were still missing after "
+                f"rollout.round_timeout_s = {timeout_s:g} s; see logs/collector.log, or raise the limit"
+            )
+        time.sleep(POLL_S)
+    return spool.read(order)
+
+
+def score(
+    trajectories: list[Trajectory], partial_cap: float, family_weights: dict[str, float]
+) -> tuple[list[Sample], dict[str, float]]:
+    """Samples with their final reward, for the valid trajectories; and what the round was like."""
+    valid = [t for t in trajectories if t.valid]
+    if not valid:
+        reasons = {t.invalid_reason for t in trajectories}
+        raise UserError(
+            "every trajectory of the round is invalid; nothing can be learned from it. Reasons:\n  "
+            + "\n  ".join(sorted(reasons)[:5])
+        )
+    families = sorted({check.family for t in valid for check in t.checks})
+    number = {family: i for i, family in enumerate(families)}
+    width = max(1, max(len(t.checks) for t in valid))
+    passed = torch.zeros(len(valid), width)
+    family = torch.full((len(valid), width), -1, dtype=torch.int32)
+    for row, t in enumerate(valid):
+        for column, check in enumerate(t.checks):
+            passed[row, column], family[row, column] = check.passed, number[check.family]
+    success = torch.tensor([t.success for t in valid])
+    weights = torch.tensor([family_weights.get(f, 1.0) for f in families] or [1.0])
+    rewards = family_rewards(passed, family, success, family_weights=weights, partial_cap=partial_cap)
+    samples = [Sample.from_trajectory(t, r) for t, r in zip(valid, rewards.reward.tolist(), strict=True)]
+    limits = ("max_turns", "turn_length", "max_tokens", "wall_time")
+    return samples, {
+        "reward/mean": float(rewards.reward.mean()),
+        "rollout/success": float(success.float().mean()),
+        "rollout/progress": float(rewards.progress.mean()),
+        "rollout/turns": sum(len(t.turns) for t in valid) / len(valid),
+        "rollout/tokens": sum(len(t.token_ids) for t in valid),
+        "rollout/action_tokens": sum(sum(t.action_mask) for t in valid),
+        "rollout/invalid": len(trajectories) - len(valid),
+        "rollout/truncated": sum(t.finish_reason in limits for t in valid),
+    }
+
+
+def evaluation(trajectories: list[Trajectory]) -> dict:
+    """Strict success, progress and success by kind of task (the name up to its last dash) of an evaluation."""
+    from rsi_fast.report import wilson_interval
+
+    _, numbers = score(trajectories, 0.0, {})
+    valid = [t for t in trajectories if t.valid]
+    kinds: dict[str, list[int]] = {}
+    for t in valid:
+        entry = kinds.setdefault(t.task.rpartition("-")[0] or t.task, [0, 0])
+        entry[0] += t.success
+        entry[1] += 1
+    successes = sum(t.success for t in valid)
+    return {
+        "eval/strict": successes / len(valid),
+        "eval/progress": numbers["rollout/progress"],
+        "eval/n": len(valid),
+        "eval/ci95": list(wilson_interval(successes, len(valid))),
+        "eval/by_kind": dict(sorted(kinds.items())),
+        "rollout/turns": numbers["rollout/turns"],
+        "rollout/invalid": numbers["rollout/invalid"],
+        "rollout/truncated": numbers["rollout/truncated"],
+    }
+
+
+def load_demonstrations(folder: Path) -> list[Sample]:
+    from rsi_fast.spool import read_folder
+
+    samples = [Sample.from_trajectory(t) for t in read_folder(folder) if t.valid]
+    if not samples:
+        raise UserError(f"no valid demonstration in {folder}: expected trajectory files (*.json)")
+    return samples

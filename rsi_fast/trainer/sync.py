@@ -1,0 +1,70 @@
+"""The trainer's side of the weight sync: all ranks gather, rank 0 sends, and all know whether it went well."""
+
+import json
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rsi_fast.config import Config
+from rsi_fast.errors import UserError
+from rsi_fast.rollout.weight_sync import WeightSender
+from rsi_fast.trainer.engines import Engine
+
+
+class Publisher:
+    """Brings the actor's weights into the servers that `servers.json` of the run names."""
+
+    def __init__(self, config: Config, api_key: str):
+        self.config = config
+        self.api_key = api_key
+        self.sender: WeightSender | None = None  # rank 0
+        self.live: int | None = None  # weight version in the servers
+
+    def ensure(self, actor: Engine, version: int) -> None:
+        """Connects at first use; sends the weights if the servers have others (after a resume, say). A collective."""
+        self._connect(actor)
+        if self.live != version:
+            self.send(actor, version)
+
+    def send(self, actor: Engine, version: int) -> int:
+        """Sends all weights as `version`; returns their bytes. A collective."""
+        self._connect(actor)
+        buckets = actor.gathered_buckets()
+        sent = 0
+        if dist.get_rank() == 0:
+            sent = self.sender.send(version, buckets)
+        else:
+            for _ in buckets:
+                pass
+        self.live = version
+        return sent
+
+    def _connect(self, actor: Engine) -> None:
+        if self.live is not None:
+            return
+        live = [0]
+        if dist.get_rank() == 0:
+            urls = _wait_for_servers(self.config.run.dir / "servers.json", self.config.server.start_timeout_s + 60)
+            self.sender = WeightSender(
+                urls,
+                self.api_key,
+                backend="nccl" if self.config.model.device == "cuda" else "gloo",
+                timeout_s=self.config.trainer.sync_timeout_s,
+            )
+            self.sender.connect()
+            self.sender.check(actor.shapes())
+            versions = {self.sender.version(url) for url in urls}
+            live = [versions.pop() if len(versions) == 1 else -1]
+        dist.broadcast_object_list(live, src=0)
+        self.live = live[0]
+
+
+def _wait_for_servers(path: Path, timeout_s: float) -> list[str]:
+    """The URLs that the launcher writes once every server answers."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"no vLLM server was ready within {timeout_s:g} s; see logs/vllm-0.log")
+        time.sleep(0.2)
+    return json.loads(path.read_text())["urls"]
