@@ -62,11 +62,15 @@ def collect(
 
 
 @app.command()
-def train(config: ConfigFile, set_: Overrides = []) -> None:
-    """Only the trainer, from the trajectories that RUN/spool holds: no servers, no sandboxes."""
+def train(
+    config: ConfigFile,
+    set_: Overrides = [],
+    spool: Annotated[Path | None, typer.Option(metavar="RUN", help="Learn from this run's spool.")] = None,
+) -> None:
+    """Only the trainer, from the trajectories that a spool holds: no servers, no sandboxes."""
     from rsi_fast.commands import train as work
 
-    _finish(work(load_config(config, set_), console))
+    _finish(work(load_config(config, set_), spool, console))
 
 
 @app.command(name="eval")
