@@ -8,7 +8,7 @@ RUN/checkpoints/step-00000012/state.json
 import json
 import random
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy
@@ -31,7 +31,6 @@ class State:
     critic_from: str | None = None  # folder whose backbone the critic began with; None: there is no critic yet
     first_value_loss: float | None = None  # of the open critic stage
     gate_met: bool = False
-    live: dict = field(default_factory=dict)  # seconds by phase so far, for the summary
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

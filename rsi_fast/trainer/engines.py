@@ -21,7 +21,7 @@ def deepspeed_config(config: Config) -> dict:
     """DeepSpeed's own settings. Micro-batches are ours to count, so its accumulation is 1 and the boundary is set by
     hand; the learning rate is set before each step."""
     zero, optimizer = config.trainer.zero, config.trainer.optimizer
-    settings = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
@@ -45,7 +45,6 @@ def deepspeed_config(config: Config) -> dict:
         },
         "zero_force_ds_cpu_optimizer": False,
     }
-    return settings
 
 
 class Engine:
@@ -134,7 +133,7 @@ class Engine:
                 bucket, size = [], 0
 
     def export(self, folder: Path, like: Path) -> None:
-        """Writes the actor as a Hugging Face folder that transformers and vLLM load; tokenizer and config as in `like`."""
+        """Writes a Hugging Face folder that transformers and vLLM load; tokenizer and config as in `like`."""
         from safetensors.torch import save_file
 
         state = {}

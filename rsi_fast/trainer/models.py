@@ -23,8 +23,8 @@ class Actor(nn.Module):
     def forward(
         self, token_ids: torch.Tensor, action_mask: torch.Tensor, temperature: float, with_entropy: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """token_ids: [B, T] int64; action_mask: [B, T] bool -> log-probs [B, T] fp32 at token positions, 0 where masked;
-        with_entropy: the pair (log-probs, entropies)."""
+        """token_ids: [B, T] int64; action_mask: [B, T] bool -> log-probs [B, T] fp32 at token positions, 0 where
+        masked; with_entropy: the pair (log-probs, entropies)."""
         model = self.language_model
         hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
         targets, mask = prediction_targets(token_ids, action_mask)

@@ -1,0 +1,45 @@
+"""metrics.jsonl of a run: one line a step. docs/metrics.md lists the keys."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rsi_fast.spool import write_json_atomic
+
+
+class Stopwatch:
+    """Seconds by phase of one step."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def append(path: Path, line: dict, watch: Stopwatch) -> None:
+    line = line | {f"seconds/{name}": round(value, 4) for name, value in watch.seconds.items()}
+    if "rollout/tokens" in line and watch.seconds.get("total"):
+        line["throughput/tokens_per_s"] = line["rollout/tokens"] / watch.seconds["total"]
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Lines of steps that a resumed run does again go, and a line that a crash cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except json.JSONDecodeError:
+            break
+        kept.append(line + "\n")
+    write_json_atomic(path, "".join(kept))
