@@ -210,9 +210,8 @@ def run(config: Config, console: Console, rotate: bool = False) -> dict:
                 trainer = launcher.start_trainer(offline=False)
                 servers = launcher.start_servers()
                 urls = config.server.urls or [url for _, url in servers]
-                console.print(
-                    f"run {run_dir}: {len(urls)} vLLM server(s), {config.trainer.num_ranks} trainer rank(s); logs in {run_dir / 'logs'}"
-                )
+                where = f"logs in {run_dir / 'logs'}"
+                console.print(f"{len(urls)} vLLM server(s), {config.trainer.num_ranks} trainer rank(s); {where}")
                 wait_ready(urls, launcher.api_key, config.server.start_timeout_s, check=launcher.check)
                 ledger["serve_start"] = time.time() - started - ledger["setup"]
                 write_json_atomic(run_dir / "servers.json", json.dumps({"urls": urls}))
