@@ -174,7 +174,9 @@ class Stage(Section):
             "critic": {"steps", "demonstrations", "num_demonstrations", "actor_lr"},
             "ppo": {"steps", "demonstrations", "num_demonstrations", "min_explained_variance", "min_value_loss_drop"},
         }[self.kind]
-        wrong = sorted(foreign & self.model_fields_set)
+        # The resolved config spells defaults out, so a key counts as used where its value is another.
+        fields = type(self).model_fields
+        wrong = sorted(key for key in foreign if getattr(self, key) != fields[key].default)
         if wrong:
             raise ValueError(f"{', '.join(wrong)} means nothing in a stage of kind {self.kind}; remove it")
         if self.demonstrations == "demo" and self.num_demonstrations is None:
