@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -165,3 +166,11 @@ def final_weights(config: Config) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(config.run.dir / "models" / "ppo" / "model.safetensors")
+
+
+def kill_tree(process: subprocess.Popen, number: int) -> None:
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in tree:
+        member.send_signal(number)
+    psutil.wait_procs(tree, timeout=10)
+    process.wait(timeout=10)

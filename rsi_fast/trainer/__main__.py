@@ -43,6 +43,8 @@ def _train(run_dir: Path, offline: bool) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * config.trainer.num_ranks)))
     import deepspeed
 
+    # DeepSpeed would compile this at every fresh start, with a compiler that may not be there; only inference uses it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     from rsi_fast.tasks import load_task_set
     from rsi_fast.trainer.loop import Trainer
 
