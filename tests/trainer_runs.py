@@ -144,7 +144,13 @@ def make_run(folder: Path, num_ranks: int, micro_batch_tokens: int = 64) -> Conf
 
 def start_ranks(config: Config, env: dict[str, str] | None = None) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={config.trainer.num_ranks}", "-m", "rsi_fast.trainer", str(config.run.dir), "--offline"]
+    command += [
+        f"--nproc-per-node={config.trainer.num_ranks}",
+        "-m",
+        "rsi_fast.trainer",
+        str(config.run.dir),
+        "--offline",
+    ]
     settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, env=os.environ | settings | (env or {}), cwd=ROOT)
 
