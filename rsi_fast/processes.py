@@ -1,11 +1,11 @@
 """Child processes that never outlive the launcher, and end as a whole tree."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -27,7 +27,7 @@ class Stopped(Exception):
         self.number = number
 
 
-@contextmanager
+@contextlib.contextmanager
 def signals_raise():
     """Turns SIGINT and SIGTERM into Stopped, so that what is under way is undone in order."""
 
@@ -68,26 +68,27 @@ class Child:
 
 
 def stop(children: list[Child]) -> None:
-    """SIGTERM to every tree, SIGKILL after the grace to what is left of it. Returns when none lives."""
-    trees: list[psutil.Process] = []
+    """SIGTERM to every child, SIGKILL after the grace to what is left of their trees. Returns when none lives."""
+    below: list[psutil.Process] = []
     for child in children:
-        try:
-            process = psutil.Process(child.process.pid)
-            trees += [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += psutil.Process(child.process.pid).children(recursive=True)
     for child in children:
         if child.exit_code() is None:
             child.process.terminate()
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        _, alive = psutil.wait_procs(trees, timeout=STOP_GRACE_S if sign == signal.SIGTERM else 5)
-        for process in alive:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+    deadline = time.monotonic() + STOP_GRACE_S
     for child in children:
-        child.process.wait(timeout=5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    _, alive = psutil.wait_procs(below, timeout=max(0.0, deadline - time.monotonic()))
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for child in children:
+        if child.exit_code() is None:
+            child.process.kill()
+            child.process.wait(timeout=5)
+    psutil.wait_procs(alive, timeout=5)
 
 
 def last_lines(log: Path, count: int = 15) -> str:

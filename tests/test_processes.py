@@ -57,9 +57,13 @@ time.sleep(100)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_become_an_exception(number):
-    with pytest.raises(Stopped) as caught, signals_raise():
-        os.kill(os.getpid(), number)
-        time.sleep(5)
+    def interrupted() -> None:
+        with signals_raise():
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+
+    with pytest.raises(Stopped) as caught:
+        interrupted()
     assert caught.value.number == number
 
 
