@@ -1,0 +1,84 @@
+"""One short whole run: vLLM, two ZeRO-3 ranks, weight sync, bashkit."""
+
+import json
+
+import pytest
+from live_runs import LiveRun
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run = LiveRun(tmp_path_factory.mktemp("e2e"), ppo_rounds=2)
+    run.start()
+    code, output = run.finish(250)
+    assert code == 0, output[-4000:]
+    return run, output
+
+
+def test_the_run_directory_is_complete(finished):
+    run, _ = finished
+    for name in ("config.toml", "versions.json", "metrics.jsonl", "spool", "checkpoints", "logs", "summary.json"):
+        assert (run.run_dir / name).exists(), name
+    logs = {path.name for path in (run.run_dir / "logs").iterdir()}
+    assert {"vllm-0.log", "collector.log", "trainer-0.log", "trainer-1.log"} <= logs
+
+
+def test_every_stage_ran_and_weights_went_to_vllm(finished):
+    run, _ = finished
+    lines = run.lines()
+    assert [line["kind"] for line in lines] == ["sft"] * 4 + ["sync", "critic", "ppo", "ppo", "eval"]
+    versions = {
+        turn["weight_version"]
+        for path in (run.run_dir / "spool").glob("03-ppo-eval/*.json")
+        for turn in json.loads(path.read_text())["turns"]
+    }
+    assert versions == {3}, "sft and two rounds of ppo make three syncs, and the evaluation comes after the last"
+
+
+def test_vllm_and_trainer_agree_on_log_probs(finished):
+    run, _ = finished
+    differences = [line["rollout/logprob_abs_diff"] for line in run.lines() if line["kind"] in ("critic", "ppo")]
+    assert len(differences) == 3
+    assert all(0 < difference < 1e-4 for difference in differences), differences
+
+
+def test_the_summary_says_what_happened(finished):
+    run, output = finished
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["weight_sync"]["count"] == 3
+    assert summary["heldout"]["ppo"]["n"] == 16
+    assert summary["seconds"]["total"] > summary["seconds"]["collect"] > 0
+    assert json.loads(output.strip().splitlines()[-1])["seed"] == 0
+
+
+def test_nothing_is_left_behind_and_no_key_in_the_logs(finished):
+    run, _ = finished
+    assert run.processes() == []
+    assert not (run.run_dir / "api_key").exists()
+
+
+def test_a_second_call_finds_the_finished_run(finished):
+    run, _ = finished
+    run.start()
+    code, output = run.finish(60)
+    assert code == 0
+    assert "holds a finished run" in output
+
+
+def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
+    """`rsi-fast train --spool` repeats the run's training: the same metrics, no servers."""
+    import subprocess
+    import sys
+
+    from live_runs import ROOT
+
+    run, _ = finished
+    command = [sys.executable, "-m", "rsi_fast.cli", "train", str(run.file), "--spool", str(run.run_dir)]
+    command += ["--set", f"run.dir={tmp_path / 'again'}"]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=150)
+    again = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    keys = ("sft/loss", "reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+    for mine, theirs in zip(run.lines(), again, strict=True):
+        assert {k: mine[k] for k in keys if k in mine} == {k: theirs[k] for k in keys if k in theirs}

@@ -1,0 +1,128 @@
+"""Faults in real runs: each ends in one message, a non-zero exit, no process left, nothing finished lost."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from live_runs import LiveRun
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(280)]
+
+END_S = 60  # from the fault to the end of the command
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    """One run that the tests below break again and again, in order; each start resumes it."""
+    run = LiveRun(tmp_path_factory.mktemp("faults"), ppo_rounds=8)
+    yield run
+    for process in run.processes():
+        process.kill()
+
+
+def next_order(run: LiveRun) -> str:
+    return f"03-ppo-{run.rounds():04d}"
+
+
+def in_mid_round(run: LiveRun, started_at: int):
+    """A new ppo round was finished since the start, and the next one has some of its attempts."""
+
+    def condition() -> bool:
+        return run.rounds() > started_at and 3 <= run.attempts(next_order(run)) < 40
+
+    return condition
+
+
+def check_end(run: LiveRun, before: set[str], expected: str, code: int | None = None) -> str:
+    """The command ends in time with a message, leaves no process, and keeps every finished trajectory."""
+    got, output = run.finish(END_S)
+    assert got != 0 if code is None else got == code, output[-3000:]
+    assert expected in output, output[-3000:]
+    assert "Traceback" not in output, output[-3000:]
+    assert run.processes() == []
+    assert before <= run.trajectories()
+    return output
+
+
+def test_a_trainer_rank_killed_in_mid_step(live):
+    live.start()
+    live.wait_for(lambda: live.rounds() >= 1 and live.attempts(next_order(live)) == 48)
+    before = live.trajectories()
+    live.find("rsi_fast.trainer", str(live.run_dir), "-u").kill()
+    output = check_end(live, before, "trainer")
+    assert "trainer-" in output
+
+
+def test_vllm_that_stops_answering(live):
+    done = live.rounds()
+    live.start()
+    live.wait_for(in_mid_round(live, done))
+    before = live.trajectories()
+    for process in live.processes():
+        if "EngineCore" in " ".join(process.cmdline()):
+            process.suspend()
+    check_end(live, before, "vllm")
+
+
+def test_vllm_killed_in_mid_round(live):
+    done = live.rounds()
+    assert done >= 1
+    live.start()
+    live.wait_for(in_mid_round(live, done))
+    before = live.trajectories()
+    live.find("vllm.entrypoints").kill()
+    check_end(live, before, "vllm-0 was killed by signal 9")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_a_signal(live, number):
+    done = live.rounds()
+    live.start()
+    live.wait_for(in_mid_round(live, done))
+    before = live.trajectories()
+    live.process.send_signal(number)
+    check_end(live, before, f"stopped by {number.name}", code=128 + number)
+
+
+def test_the_launcher_killed(live):
+    done = live.rounds()
+    live.start()
+    live.wait_for(in_mid_round(live, done))
+    before = live.trajectories()
+    live.process.kill()
+    live.process.wait(timeout=5)
+    deadline = time.monotonic() + END_S
+    while live.processes():
+        assert time.monotonic() < deadline, [p.cmdline() for p in live.processes()]
+        time.sleep(0.2)
+    assert before <= live.trajectories()
+
+
+def test_after_all_that_the_run_ends_well(live):
+    live.start()
+    code, output = live.finish(200)
+    assert code == 0, output[-3000:]
+    assert live.processes() == []
+    assert [line["step"] for line in live.lines()] == list(range(1, len(live.lines()) + 1))
+    assert live.rounds() == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+def test_a_full_disk(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(small)], check=True)
+    run = LiveRun(tmp_path, ppo_rounds=3)
+    run.run_dir = small / "run"
+    try:
+        run.start("--set", f"run.dir={run.run_dir}")
+        code, output = run.finish(150)
+        assert code != 0
+        assert "No space left on device" in output, output[-3000:]
+        assert run.processes() == []
+    finally:
+        for process in run.processes():
+            process.kill()
+        subprocess.run(["umount", "-l", str(small)], check=True)
