@@ -1,0 +1,1 @@
+"""The demo's tasks, demonstrations and base checkpoint. Nothing else of the package imports this."""
