@@ -25,7 +25,7 @@ def servers_running(config: Config, console: Console):
     launcher = Launcher(config, console)
     try:
         with signals_raise():
-            urls = config.server.urls or launcher.start_servers()
+            urls = launcher.start_servers()
             console.print(f"waiting for {len(urls)} vLLM server(s); logs in {config.run.dir / 'logs'}")
             wait_ready(urls, launcher.api_key, config.server.start_timeout_s, check=launcher.check)
             yield launcher, urls

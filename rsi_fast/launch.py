@@ -146,14 +146,17 @@ class Launcher:
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.trainer.num_ranks)))}
         return self.start("trainer", command, env)
 
-    def start_servers(self) -> list[Child]:
-        """Servers that this run owns; none when server.urls names others."""
+    def start_servers(self) -> list[str]:
+        """Starts this run's vLLM servers, if server.urls names no others; returns the URLs."""
         from rsi_fast.rollout.server import server_commands
 
-        servers = []
+        if self.config.server.urls:
+            return self.config.server.urls
+        urls = []
         for name, command, env, url in server_commands(self.config, self.api_key):
-            servers.append((self.start(name, command, env), url))
-        return servers
+            self.start(name, command, env)
+            urls.append(url)
+        return urls
 
     def start_collector(self) -> Child:
         env = {"RSI_FAST_API_KEY": self.api_key, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -208,8 +211,7 @@ def run(config: Config, console: Console, rotate: bool = False) -> dict:
         try:
             with signals_raise():
                 trainer = launcher.start_trainer(offline=False)
-                servers = launcher.start_servers()
-                urls = config.server.urls or [url for _, url in servers]
+                urls = launcher.start_servers()
                 where = f"logs in {run_dir / 'logs'}"
                 console.print(f"{len(urls)} vLLM server(s), {config.trainer.num_ranks} trainer rank(s); {where}")
                 wait_ready(urls, launcher.api_key, config.server.start_timeout_s, check=launcher.check)

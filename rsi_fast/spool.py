@@ -124,11 +124,10 @@ class Spool:
             return
         write_json_atomic(path, order.model_dump_json())
 
-    def orders(self) -> list[Order]:
-        """All orders, oldest first."""
-        if not self.orders_dir.is_dir():
-            return []
-        return [Order.model_validate_json(p.read_text()) for p in sorted(self.orders_dir.glob("[!.]*.json"))]
+    def orders(self, skip: frozenset[str] | set[str] = frozenset()) -> list[Order]:
+        """All orders, oldest first, but those whose names are to be skipped."""
+        paths = sorted(self.orders_dir.glob("[!.]*.json")) if self.orders_dir.is_dir() else []
+        return [Order.model_validate_json(path.read_text()) for path in paths if path.stem not in skip]
 
     def missing(self, order: Order) -> list[int]:
         """Indices of the order's attempts that have no trajectory yet."""

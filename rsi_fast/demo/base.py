@@ -147,7 +147,10 @@ def train_model(tokenizer: Tokenizer, seed: int, steps: int) -> tuple[Qwen3ForCa
                 copying = batch_loss(model, held, end=8).item()
             left = (time.time() - started) / (step + 1) * (steps - step - 1)
             mean = sum(losses) / len(losses)
-            print(f"step {step + 1}/{steps}  loss {mean:.3f}  quoted commands {copying:.3f}  {left:.0f} s left", flush=True)
+            print(
+                f"step {step + 1}/{steps}  loss {mean:.3f}  quoted commands {copying:.3f}  {left:.0f} s left",
+                flush=True,
+            )
             losses = []
     return model, copying
 

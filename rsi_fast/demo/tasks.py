@@ -92,5 +92,8 @@ def test_script(instance: Instance) -> str:
     allowed = {*instance.want, *instance.made, *kept, *instance.directories} - set(instance.gone)
     allowed |= {path.rpartition("/")[0] for path in allowed if "/" in path}
     listing = "\\n".join(sorted(f"./{path}" for path in allowed) + [""])
-    check("no_collateral/nothing else is there", f"find . -mindepth 1 | LC_ALL=C sort > /tmp/found && printf '{listing}' | cmp -s - /tmp/found")
+    check(
+        "no_collateral/nothing else is there",
+        f"find . -mindepth 1 | LC_ALL=C sort > /tmp/found && printf '{listing}' | cmp -s - /tmp/found",
+    )
     return "\n".join(script) + TEST_TAIL
