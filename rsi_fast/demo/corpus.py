@@ -13,118 +13,25 @@ import bashkit
 
 from rsi_fast.demo.kinds import NAMES, lines
 
-VERBS = [
-    "append",
-    "replace",
-    "make the directory",
-    "copy",
-    "write",
-    "move",
-    "sort",
-    "keep the lines with",
-    "rename",
-    "make the script",
-    "swap",
-    "delete",
-    "delete the file with",
-    "put",
-    "follow",
-    "set",
-    "make a directory",
-    "write the value of",
-    "show",
-    "look at",
-    "use",
-    "take",
-    "check",
-    "count",
-    "find",
-    "put the file with",
-    "list",
-    "the",
-    "change",
-]
-LINKS = [
-    "to",
-    "in",
-    "into",
-    "and",
-    "with",
-    "of",
-    "by",
-    "the file with",
-    "the directory",
-    "the lines with",
-    "the value of",
-    "and write",
-    "and delete",
-    "and append",
-    "and move it into",
-    "named like",
-    "in a new directory",
-    "that prints",
-    "named in",
-    "into it and delete",
-    "to the file",
-    "and",
-    "to",
-    "with",
-    "in",
-]
+VERBS = (
+    "append,replace,make the directory,copy,write,move,sort,keep the lines with,rename,make the script,swap,delete,"
+    "delete the file with,put,follow,set,make a directory,write the value of,show,look at,use,take,check,count,find,"
+    "put the file with,list,the,change"
+).split(",")
+LINKS = (
+    "to,in,into,and,with,of,by,the file with,the directory,the lines with,the value of,and write,and delete,and append,"
+    "and move it into,named like,in a new directory,that prints,named in,into it and delete,to the file,and,to,with,in"
+).split(",")
 TAILS = ("", "", "", "", " there", " twice", " into it", " wherever it is", " lines", " again", " now")
 
 # F: a file of the session, G: any file, D: a directory, W: a word, N: a small number
-COMMANDS = [
-    "cat F",
-    "cat F",
-    "cat F",
-    "ls D",
-    "ls",
-    "ls",
-    "echo W > G",
-    "echo W > G",
-    "echo W > F",
-    "echo W >> F",
-    "echo W >> F",
-    "echo W",
-    "cp F G",
-    "mv F G",
-    "mv F D",
-    "cp F D",
-    "rm F",
-    "rm F",
-    "mkdir W",
-    "mkdir W",
-    "touch G",
-    "grep W F",
-    "grep W F > G",
-    "grep -l W *.txt",
-    "grep -l W *.txt",
-    "grep -c W F",
-    "grep -v W F",
-    "wc -l *.txt",
-    "wc -l F",
-    "sort F",
-    "sort F > G",
-    "sed -i s/W/W/ F",
-    "sed s/W/W/ F",
-    "sed -i s/W=.*/W=W/ F",
-    "chmod +x F",
-    "find -name F",
-    "find -name F",
-    "head -n N F",
-    "tail -n N F",
-    "echo W=W >> F",
-    "echo W=W > G",
-    "echo echo W > G",
-    "echo W > D/F",
-    "cat D/F",
-    "rm D/F",
-    "echo W >> ./D/F",
-    "mv F tmp",
-    "mv tmp F",
-    "cat F > G",
-]
+COMMANDS = (
+    "cat F|cat F|cat F|ls D|ls|ls|echo W > G|echo W > G|echo W > F|echo W >> F|echo W >> F|echo W|cp F G|mv F G|mv F D|"
+    "cp F D|rm F|rm F|mkdir W|mkdir W|touch G|grep W F|grep W F > G|grep -l W *.txt|grep -l W *.txt|grep -c W F|"
+    "grep -v W F|wc -l *.txt|wc -l F|sort F|sort F > G|sed -i s/W/W/ F|sed s/W/W/ F|sed -i s/W=.*/W=W/ F|chmod +x F|"
+    "find -name F|find -name F|head -n N F|tail -n N F|echo W=W >> F|echo W=W > G|echo echo W > G|echo W > D/F|cat D/F|"
+    "rm D/F|echo W >> ./D/F|mv F tmp|mv tmp F|cat F > G"
+).split("|")
 SLOT = re.compile(r"(?<![A-Za-z])([FGDWN])(?![A-Za-z])")
 NAME_SET = frozenset(NAMES)
 
