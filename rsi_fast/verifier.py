@@ -1,7 +1,7 @@
 """The task's verifier: runs tests/test.sh when the agent has finished, and reads its verdict and checks.
 
-`/logs/verifier/reward.txt` (a number) or `reward.json` ({"reward": number}) holds the verdict: strict success is exactly
-1. `/logs/verifier/ctrf.json` (Common Test Report Format) holds the checks.
+`/logs/verifier/reward.txt` (a number) or `reward.json` ({"reward": number}) holds the verdict: strict success is
+exactly 1. `/logs/verifier/ctrf.json` (Common Test Report Format) holds the checks.
 """
 
 import json

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 NAMES = tuple(
-    word
-    for word in (
-        "amber blue brave calm clear cold dark deep dry early fair fast fine firm flat fresh glad gold grand gray green "
-        "happy heavy high iron kind large late light lone long loud lucky mild neat noble odd old pale arch barn beach "
-        "bell bird boat bone book bridge brook cabin cake camp cart cave cloud coast coin corn crane creek crow dawn "
-        "deer desk door dove drum dune eagle farm field fish flag flute fox frog gate glass hill horse house island jar "
-        "kite lake lamp leaf lion map mill moon mouse oak owl park pearl pine plum pond queen rain ring road rope rose "
-        "sand seed ship"
+    (
+        "amber blue brave calm clear cold dark deep dry early fair fast fine firm flat fresh glad gold grand "
+        "gray green happy heavy high iron kind large late light lone long loud lucky mild neat noble odd old "
+        "pale arch barn beach bell bird boat bone book bridge brook cabin cake camp cart cave cloud coast "
+        "coin corn crane creek crow dawn deer desk door dove drum dune eagle farm field fish flag flute fox "
+        "frog gate glass hill horse house island jar kite lake lamp leaf lion map mill moon mouse oak owl "
+        "park pearl pine plum pond queen rain ring road rope rose sand seed ship "
     ).split()
 )
 

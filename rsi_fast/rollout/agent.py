@@ -82,7 +82,9 @@ class FencedAgent:
     The glue around messages is read off the chat template once, by rendering it with markers in place of the texts.
     """
 
-    no_command = "Your reply held no ```bash block, so nothing was run. Reply with exactly one, or with `submit` in it to finish."
+    no_command = (
+        "Your reply held no ```bash block, so nothing was run. Give exactly one; with `submit` in it to finish."
+    )
     _RULES = (
         "You work in a Linux shell until the task below is done. In each reply give exactly one fenced block\n"
         "```bash\nCOMMAND\n```\nwith the next command. It is run, and you are shown its output. "

@@ -2,8 +2,8 @@
 
     pause (keep) -> start_weight_update -> buckets -> finish_weight_update(version) -> reset_prefix_cache -> resume
 
-Requests in flight freeze at `pause` and go on at `resume`. Cached prefixes are of the old weights, so the cache is reset
-after the update, not before. Every reply is checked and every wait has a timeout.
+Requests in flight freeze at `pause` and go on at `resume`. Cached prefixes are of the old weights, so the cache is
+reset after the update, not before. Every reply is checked and every wait has a timeout.
 """
 
 import contextlib
