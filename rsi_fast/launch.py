@@ -218,9 +218,11 @@ def run(config: Config, console: Console, rotate: bool = False) -> dict:
                 ledger["serve_start"] = time.time() - started - ledger["setup"]
                 write_json_atomic(run_dir / "servers.json", json.dumps({"urls": urls}))
                 launcher.start_collector()
+                done = run_dir / "done.json"
                 with RunProgress(config, console) as progress:
                     while trainer.exit_code() is None:
-                        launcher.check(may_end=("trainer",))
+                        # The collector ends by itself when the trainer has said that the run is done.
+                        launcher.check(may_end=("trainer", "collector") if done.exists() else ("trainer",))
                         progress.update()
                         time.sleep(POLL_S)
                     launcher.check(may_end=("trainer", "collector"))

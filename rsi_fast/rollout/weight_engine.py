@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rsi_fast.rollout.weight_sync import broadcast_bytes, gloo_group
 
@@ -102,6 +103,11 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        # A tied head is never loaded itself, so vLLM does not process it again; but on a CPU processing makes a packed
+        # copy of its weight, which would stay the old one.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         self._group = None

@@ -126,6 +126,9 @@ class Trainer:
         if self.publisher is None and self.spool.missing(order):
             return
         self.watch = Stopwatch()
+        if self.publisher is not None:
+            with self.watch.phase("wait_servers"):
+                self.publisher.connect(self.actor)
         with self.watch.phase("total"), self.watch.phase("collect"):
             trajectories = self._collect(order)
         self._log(name, "eval", {"eval/name": name} | rollouts.evaluation(trajectories))
@@ -193,6 +196,8 @@ class Trainer:
         self.state.weight_version += 1
         if self.publisher is None:
             return {}
+        with self.watch.phase("wait_servers"):
+            self.publisher.connect(self.actor)
         with self.watch.phase("sync"):
             return {"sync/bytes": self.publisher.send(self.actor, self.state.weight_version)}
 

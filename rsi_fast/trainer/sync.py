@@ -21,15 +21,20 @@ class Publisher:
         self.sender: WeightSender | None = None  # rank 0
         self.live: int | None = None  # weight version in the servers
 
+    def connect(self, actor: Engine) -> None:
+        """Waits for the servers, joins them and compares the models, once. A collective."""
+        if self.live is None:
+            self._connect(actor)
+
     def ensure(self, actor: Engine, version: int) -> None:
-        """Connects at first use; sends the weights if the servers have others (after a resume, say). A collective."""
-        self._connect(actor)
+        """Sends the weights if the servers have others (after a resume, say). A collective."""
+        self.connect(actor)
         if self.live != version:
             self.send(actor, version)
 
     def send(self, actor: Engine, version: int) -> int:
         """Sends all weights as `version`; returns their bytes. A collective."""
-        self._connect(actor)
+        self.connect(actor)
         buckets = actor.gathered_buckets()
         sent = 0
         if dist.get_rank() == 0:
@@ -41,8 +46,6 @@ class Publisher:
         return sent
 
     def _connect(self, actor: Engine) -> None:
-        if self.live is not None:
-            return
         live = [0]
         if dist.get_rank() == 0:
             urls = _wait_for_servers(self.config.run.dir / "servers.json", self.config.server.start_timeout_s + 60)
