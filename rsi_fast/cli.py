@@ -91,9 +91,11 @@ def evaluate(
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not.")]) -> None:
     """The stages of a run, before and after with 95% intervals, and where the time went."""
-    from rsi_fast.report import print_report
+    from rsi_fast.report import print_report, summarise
 
     print_report(run_dir, console)
+    result = summarise(run_dir)
+    _finish({key: result[key] for key in ("heldout", "seconds", "weight_sync", "finished")})
 
 
 @app.command()
@@ -104,7 +106,7 @@ def doctor(
     """What this machine has and lacks, and what each lack means."""
     from rsi_fast.doctor import run_doctor
 
-    if not run_doctor(load_config(for_, set_) if for_ else None):
+    if not run_doctor(load_config(for_, set_) if for_ else None, console):
         raise typer.Exit(1)
 
 

