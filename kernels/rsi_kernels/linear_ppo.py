@@ -1,0 +1,126 @@
+"""`linear_ppo_loss`: hidden states to policy loss in one sweep that also computes the gradients.
+
+Each chunk's logits are made once: scored, turned into their own gradient in place, multiplied into the gradients of
+hidden and weight, and dropped. The gradients are kept undivided until backward, so that low-precision hidden states do
+not underflow under a large denominator.
+"""
+
+import torch
+from torch import Tensor
+
+from . import logprob, ppo_loss
+
+
+@torch.library.custom_op("rsi_kernels::linear_ppo_loss", mutates_args=())
+def _linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    behaviour_logprobs: Tensor | None,
+    denominator: Tensor | None,
+    number: float | None,
+    temperature: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    is_cap: float | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dhidden, dweight = logprob.new_gradients(hidden, weight, needs_hidden, needs_weight)
+    rows = logprob.action_rows(mask, targets)
+    picked = logprob.select_targets(targets, rows, len(weight))
+    matrix, index = logprob.row_matrix(hidden, rows)
+
+    def select(x):
+        return None if x is None else x.reshape(-1).index_select(0, rows).float()
+
+    old, advantage, behaviour = select(old_logprobs), select(advantages), select(behaviour_logprobs)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    rules, log_ratio = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.float32)
+    for a, b in logprob.linear_chunks(rows, weight):
+        h = matrix.index_select(0, index[a:b])
+        x = logprob.head_logits(h, weight)
+        logprobs, _, _, log_sum = logprob.score(x, picked[a:b], temperature, False)
+        loss, slope, rules[a:b], log_ratio[a:b] = ppo_loss.surrogate(
+            logprobs, old[a:b], advantage[a:b], None if behaviour is None else behaviour[a:b],
+            clip_low, clip_high, dual_clip, is_cap,
+        )  # fmt: skip
+        total += loss.sum()
+        if needs_hidden or needs_weight:
+            dlogits = logprob.finish_gradient(x, picked[a:b], temperature, log_sum, slope)
+            logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight)
+    stats = ppo_loss.policy_stats(rules, log_ratio, torch.ones_like(rules))
+    scale = ppo_loss.divisor(stats[-1], denominator, number)
+    return total / scale, *stats, scale.clone(), dhidden, dweight
+
+
+@_linear_ppo_loss.register_fake
+def _(hidden, weight, targets, old, advantages, mask, behaviour, denominator, number, t, low, high, dual, cap, h, w):
+    scalars = [torch.empty((), dtype=torch.float32, device=hidden.device) for _ in range(5)]
+    num_tokens = torch.empty((), dtype=torch.int64, device=hidden.device)
+    scale = torch.empty((), dtype=torch.float32, device=hidden.device)
+    return *scalars, num_tokens, scale, *logprob.new_gradients(hidden, weight, h, w)
+
+
+def _save(ctx, inputs, output):
+    ctx.weight_dtype, ctx.num_inputs = inputs[1].dtype, len(inputs)
+    ctx.save_for_backward(*output[-3:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, of_loss, *_):
+    none = (None,) * (ctx.num_inputs - 2)
+    if of_loss is None:
+        return None, None, *none
+    scale, dhidden, dweight = ctx.saved_tensors
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    of_loss = of_loss / scale
+    return (
+        ppo_loss.scaled(dhidden, of_loss).to(dhidden.dtype) if needs_hidden else None,
+        ppo_loss.scaled(dweight, of_loss).to(ctx.weight_dtype) if needs_weight else None,
+        *none,
+    )
+
+
+_linear_ppo_loss.register_autograd(_backward, setup_context=_save)
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    behaviour_logprobs: Tensor | None = None,
+    is_cap: float | None = None,
+    denominator: float | Tensor | None = None,
+) -> ppo_loss.PolicyLoss:
+    """`policy_loss(linear_token_logprobs(hidden, weight, targets, mask), ...)`, with the logits computed only once.
+
+    Differentiable in hidden and weight; their gradients are made in the forward sweep and kept for backward (weight's
+    in fp32). Without gradients wanted, none are made. old_logprobs, advantages and behaviour_logprobs have the shape of
+    targets; mask None: all are action tokens. The other arguments, stats and errors are those of the two functions.
+    """
+    logprob.check_head(hidden, weight)
+    temperature = logprob.check_scored(hidden, targets, mask, temperature)
+    arguments = ppo_loss.check_policy(
+        hidden, targets.shape, old_logprobs, advantages, behaviour_logprobs, clip_low, clip_high, dual_clip, is_cap
+    )
+    old_logprobs, advantages, behaviour_logprobs, *clips = arguments
+    grad = torch.is_grad_enabled()
+    loss, *stats = _linear_ppo_loss(
+        hidden, weight, targets, old_logprobs, advantages, mask, behaviour_logprobs, *ppo_loss.check_denominator(denominator),
+        temperature, *clips, grad and hidden.requires_grad, grad and weight.requires_grad,
+    )[:6]  # fmt: skip
+    return ppo_loss.PolicyLoss(loss, dict(zip(ppo_loss.STATS, stats, strict=True)))
