@@ -8,7 +8,7 @@ not underflow under a large denominator.
 import torch
 from torch import Tensor
 
-from . import logprob, ppo_loss
+from . import linear_logprob, ppo_loss, scoring
 
 
 @torch.library.custom_op("rsi_kernels::linear_ppo_loss", mutates_args=())
@@ -30,10 +30,10 @@ def _linear_ppo_loss(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dhidden, dweight = logprob.new_gradients(hidden, weight, needs_hidden, needs_weight)
-    rows = logprob.action_rows(mask, targets)
-    picked = logprob.select_targets(targets, rows, len(weight))
-    matrix, index = logprob.row_matrix(hidden, rows)
+    dhidden, dweight = linear_logprob.new_gradients(hidden, weight, needs_hidden, needs_weight)
+    rows = scoring.action_rows(mask, targets)
+    picked = scoring.select_targets(targets, rows, len(weight))
+    matrix, index = scoring.row_matrix(hidden, rows)
 
     def select(x):
         return None if x is None else x.reshape(-1).index_select(0, rows).float()
@@ -41,18 +41,18 @@ def _linear_ppo_loss(
     old, advantage, behaviour = select(old_logprobs), select(advantages), select(behaviour_logprobs)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rules, log_ratio = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.float32)
-    for a, b in logprob.linear_chunks(rows, weight):
+    for a, b in linear_logprob.linear_chunks(rows, weight):
         h = matrix.index_select(0, index[a:b])
-        x = logprob.head_logits(h, weight)
-        logprobs, _, _, log_sum = logprob.score(x, picked[a:b], temperature, False)
+        x = linear_logprob.head_logits(h, weight)
+        logprobs, _, _, log_sum = scoring.score(x, picked[a:b], temperature, False)
         loss, slope, rules[a:b], log_ratio[a:b] = ppo_loss.surrogate(
             logprobs, old[a:b], advantage[a:b], None if behaviour is None else behaviour[a:b],
             clip_low, clip_high, dual_clip, is_cap,
         )  # fmt: skip
         total += loss.sum()
         if needs_hidden or needs_weight:
-            dlogits = logprob.finish_gradient(x, picked[a:b], temperature, log_sum, slope)
-            logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight)
+            dlogits = scoring.finish_gradient(x, picked[a:b], temperature, log_sum, slope)
+            linear_logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight)
     stats = ppo_loss.policy_stats(rules, log_ratio, torch.ones_like(rules))
     scale = ppo_loss.divisor(stats[-1], denominator, number)
     return total / scale, *stats, scale.clone(), dhidden, dweight
@@ -63,7 +63,7 @@ def _(hidden, weight, targets, old, advantages, mask, behaviour, denominator, nu
     scalars = [torch.empty((), dtype=torch.float32, device=hidden.device) for _ in range(5)]
     num_tokens = torch.empty((), dtype=torch.int64, device=hidden.device)
     scale = torch.empty((), dtype=torch.float32, device=hidden.device)
-    return *scalars, num_tokens, scale, *logprob.new_gradients(hidden, weight, h, w)
+    return *scalars, num_tokens, scale, *linear_logprob.new_gradients(hidden, weight, h, w)
 
 
 def _save(ctx, inputs, output):
@@ -112,15 +112,15 @@ def linear_ppo_loss(
     in fp32). Without gradients wanted, none are made. old_logprobs, advantages and behaviour_logprobs have the shape of
     targets; mask None: all are action tokens. The other arguments, stats and errors are those of the two functions.
     """
-    logprob.check_head(hidden, weight)
-    temperature = logprob.check_scored(hidden, targets, mask, temperature)
+    linear_logprob.check_head(hidden, weight)
+    temperature = scoring.check_scored(hidden, targets, mask, temperature)
     arguments = ppo_loss.check_policy(
         hidden, targets.shape, old_logprobs, advantages, behaviour_logprobs, clip_low, clip_high, dual_clip, is_cap
     )
     old_logprobs, advantages, behaviour_logprobs, *clips = arguments
-    grad = torch.is_grad_enabled()
+    needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     loss, *stats = _linear_ppo_loss(
-        hidden, weight, targets, old_logprobs, advantages, mask, behaviour_logprobs, *ppo_loss.check_denominator(denominator),
-        temperature, *clips, grad and hidden.requires_grad, grad and weight.requires_grad,
+        hidden, weight, targets, old_logprobs, advantages, mask, behaviour_logprobs,
+        *ppo_loss.check_denominator(denominator), temperature, *clips, *needs,
     )[:6]  # fmt: skip
     return ppo_loss.PolicyLoss(loss, dict(zip(ppo_loss.STATS, stats, strict=True)))

@@ -65,7 +65,7 @@ def policy_stats(rules, log_ratio, keep) -> tuple[Tensor, Tensor, Tensor, Tensor
     count = num_tokens.clamp(min=1).float()
     ratio = log_ratio.exp()
     approx_kl = torch.where(keep, torch.expm1(log_ratio) - log_ratio, 0.0).sum() / count
-    ratio_max = torch.cat([ratio.new_zeros(1), torch.where(keep, ratio, 0.0).view(-1)]).amax()
+    ratio_max = torch.cat([ratio.new_zeros(1), torch.where(keep, ratio, 0.0).reshape(-1)]).amax()
     return (
         (rules & keep).sum() / count,
         approx_kl,

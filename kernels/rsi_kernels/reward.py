@@ -22,8 +22,10 @@ def _family_rewards(
     passed: Tensor, family: Tensor, success: Tensor, family_weights: Tensor | None, partial_cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_checks = family.shape
-    highest = int(family.max()) if family.numel() and family_weights is None else -1
-    num_families = highest + 1 if family_weights is None else len(family_weights)
+    if family_weights is None:
+        num_families = max(int(family.max()), -1) + 1 if family.numel() else 0
+    else:
+        num_families = len(family_weights)
     unknown = (family < -1) | (family >= num_families)
     if family.device.type == "cpu":
         if unknown.any():

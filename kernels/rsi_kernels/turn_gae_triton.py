@@ -1,8 +1,8 @@
 """`turn_gae` on a GPU: reduce-then-scan over fixed chunks of a row, in two launches (three for credit="turn").
 
-The scanned state is X, what follows a token is worth. An action token has the target G = r + X and hands
-g * ((1 - l) * V + l * G) to the left; a masked token hands X + r. Each is an affine map of X, and maps compose, so phase
-1 reduces every chunk to one map and phase 2 applies those of all later chunks, then redoes its own chunk and writes.
+The scanned state X is what everything after a token is worth to it. An action token has the target G = r + X and hands
+g * ((1 - l) * V + l * G) to the left; a masked token hands X + r. Both are affine maps of X, and maps compose: phase 1
+reduces every chunk to one map, phase 2 applies those of all later chunks, then redoes its own chunk and writes.
 Whether a token opens a turn follows from a running maximum, since turn ids never fall.
 
 Chunks are counted from a row's first token and summaries are read in groups of fixed size: the same row gives the same
@@ -16,6 +16,7 @@ import triton.language as tl
 BLOCK = 1024  # tokens of a chunk; 4 warps hold 8 a thread. Frozen by register count for sm_90, not yet timed on a GPU.
 GROUP = 128  # chunk summaries combined at a time
 NUM_WARPS = 4
+NUMBERS = ["num_rows", "length", "num_ids", "num_slots"]  # change with every batch: no compilation of their own
 ROWS = tl.constexpr(1024)  # cu_seqlens entries looked at in one go
 
 
@@ -100,7 +101,7 @@ def _last_id_before(ids_ptr, chunk, NONE: tl.constexpr, GROUP: tl.constexpr):
     return tl.max(highest, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _summarise(
     mask_ptr, ids_ptr, values_ptr, rewards_ptr, turn_rewards_ptr, lam_ptr, critic_lam_ptr, cu_ptr, sums_ptr, ends_ptr,
     num_rows, length, num_ids, num_slots, gamma, lam, token_gamma, token_lam, critic_lam,
@@ -140,7 +141,7 @@ def _summarise(
     tl.store(ends_ptr + num_slots + slot, tl.max(u, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _write(
     mask_ptr, ids_ptr, values_ptr, rewards_ptr, turn_rewards_ptr, final_ptr, bootstrap_ptr, lam_ptr, critic_lam_ptr,
     cu_ptr, sums_ptr, ends_ptr, advantages_ptr, returns_ptr,
@@ -191,8 +192,8 @@ def _write(
             j0 = (last_group - back) * GROUP
             j = j0 + tl.arange(0, GROUP)
             known = (j > chunk) & (j < num_chunks)
-            p = tl.load(sums_ptr + 2 * critic * num_slots + slot + j, mask=known, other=0.0)
-            q = tl.load(sums_ptr + (2 * critic + 1) * num_slots + slot + j, mask=known, other=1.0)
+            chunk_p = tl.load(sums_ptr + 2 * critic * num_slots + slot + j, mask=known, other=0.0)
+            chunk_q = tl.load(sums_ptr + (2 * critic + 1) * num_slots + slot + j, mask=known, other=1.0)
             first_v = tl.load(sums_ptr + 4 * num_slots + slot + j, mask=known, other=0.0)
             lead = tl.load(sums_ptr + 5 * num_slots + slot + j, mask=known, other=0.0)
             first_id = tl.load(ends_ptr + slot + j, mask=known, other=NONE)
@@ -203,14 +204,14 @@ def _write(
             gained = tl.zeros((GROUP,), tl.float32)
             if TURN_REWARDS:
                 gained = _between(turn_rewards_ptr, num_ids, ids_before, first_id, has_action & (ids_before != NONE))
-            # The first token's target is p + q * X, and its own map comes on top.
-            p, slope = _map(
-                has_action, first_v, p, first_id != ids_before, gained, gamma, lam_here, token_gamma, token_lam
+            # The first token's target is chunk_p + chunk_q * X, and its own map comes on top.
+            base, slope = _map(
+                has_action, first_v, chunk_p, first_id != ids_before, gained, gamma, lam_here, token_gamma, token_lam
             )
-            p = tl.where(has_action, p + lead, lead)
-            q = tl.where(has_action, slope * q, 1.0)
-            p, q = tl.associative_scan((p, q), 0, _compose, reverse=True)
-            x = _first(p) + _first(q) * x
+            chunk_p = tl.where(has_action, base + lead, lead)
+            chunk_q = tl.where(has_action, slope * chunk_q, 1.0)
+            chunk_p, chunk_q = tl.associative_scan((chunk_p, chunk_q), 0, _compose, reverse=True)
+            x = _first(chunk_p) + _first(chunk_q) * x
         p, q = _map(m1, v1, r1, edge, extra, gamma, lam_here, token_gamma, token_lam)
         p, q = tl.associative_scan((p, q), 0, _compose, reverse=True)
         target = r + (p + q * x)
@@ -220,7 +221,7 @@ def _write(
             tl.store(returns_ptr + t, tl.where(m, target, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "length", "num_slots"])
 def _spread(
     mask_ptr, ids_ptr, cu_ptr, ends_ptr, token_advantages_ptr, advantages_ptr, num_rows, length, num_slots,
     PACKED: tl.constexpr, NONE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,

@@ -1,0 +1,176 @@
+"""`linear_token_logprobs`: log-probs and entropy from hidden states and the head's weight, chunk of logits by chunk.
+
+Rows of action tokens are gathered first. Backward makes each chunk's logits once more.
+"""
+
+import torch
+from torch import Tensor
+
+from . import checks, scoring
+
+CPU_CHUNK = 2**23  # elements of logits in fp32; 32 MiB, since the matrix product wants rows
+CPU_ROWS = 64  # at least, or reading the weight costs more than the product
+GPU_CHUNK = 2**29  # 2,100 rows for a vocabulary of 248,320: fewer would lose to passes over the weight's fp32 gradient
+VOCAB_BLOCK = 2**21  # elements of a low-precision weight that are held in fp32 at a time
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [n, V] of hidden @ weight.T, never rounded to a lower precision (that costs 8e-3 in a bf16 log-prob)."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.T
+    if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    out, hidden = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32), hidden.float()
+    for a, b in scoring.chunks(len(weight), VOCAB_BLOCK, weight.shape[1]):
+        out[:, a:b] = hidden @ weight[a:b].float().T
+    return out
+
+
+def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None):
+    """Writes dlogits @ weight to dhidden and adds dlogits.T @ hidden to dweight (fp32), where they are given."""
+    if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
+        dlogits = dlogits.to(hidden.dtype)
+        if dhidden is not None:
+            dhidden.copy_(dlogits @ weight)
+        if dweight is not None:
+            torch.addmm(dweight, dlogits.T, hidden, out_dtype=torch.float32, out=dweight)
+        return
+    full = hidden.dtype == torch.float32
+    hidden, total = hidden.float(), torch.zeros_like(hidden, dtype=torch.float32)
+    for a, b in [(0, len(weight))] if full else scoring.chunks(len(weight), VOCAB_BLOCK, weight.shape[1]):
+        if dhidden is not None:
+            total.addmm_(dlogits[:, a:b], weight[a:b].float())
+        if dweight is not None:
+            dweight[a:b].addmm_(dlogits[:, a:b].T, hidden)
+    if dhidden is not None:
+        dhidden.copy_(total)
+
+
+@torch.library.custom_op("rsi_kernels::linear_token_logprobs", mutates_args=())
+def _linear_token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | None, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = hidden.new_zeros((4, targets.numel()), dtype=torch.float32)
+    rows = scoring.action_rows(mask, targets)
+    picked = scoring.select_targets(targets, rows, len(weight))
+    matrix, index = scoring.row_matrix(hidden, rows)
+    for a, b in linear_chunks(rows, weight):
+        x = head_logits(matrix.index_select(0, index[a:b]), weight)
+        scoring.store(out, rows[a:b], scoring.score(x, picked[a:b], temperature, with_entropy))
+    return scoring.unpack(out, targets, with_entropy)
+
+
+@_linear_token_logprobs.register_fake
+def _(hidden, weight, targets, mask, temperature, with_entropy):
+    return scoring.fake_scores(hidden, targets, with_entropy)
+
+
+@torch.library.custom_op("rsi_kernels::linear_token_logprobs_backward", mutates_args=())
+def _linear_token_logprobs_backward(
+    of_logprobs: Tensor | None,
+    of_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    entropy: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    temperature: float,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    dhidden, dweight = new_gradients(hidden, weight, needs_hidden, needs_weight)
+    rows = scoring.action_rows(mask, targets)
+    picked = scoring.select_targets(targets, rows, len(weight))
+    matrix, index = scoring.row_matrix(hidden, rows)
+    saved = scoring.select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum)
+    for a, b in linear_chunks(rows, weight):
+        h = matrix.index_select(0, index[a:b])
+        x = scoring.chunk_gradient(head_logits(h, weight), picked, temperature, saved, a, b)
+        add_gradients(x, h, weight, rows[a:b], dhidden, dweight)
+    return dhidden, dweight.to(weight.dtype)
+
+
+@_linear_token_logprobs_backward.register_fake
+def _(of_logprobs, of_entropy, hidden, weight, targets, mask, entropy, top, log_sum, temperature, h, w):
+    dhidden, dweight = new_gradients(hidden, weight, h, w)
+    return dhidden, dweight.to(weight.dtype)
+
+
+def _save_linear(ctx, inputs, output):
+    hidden, weight, targets, mask, ctx.temperature, ctx.with_entropy = inputs
+    _, entropy, top, log_sum = output
+    ctx.save_for_backward(hidden, weight, targets, mask, entropy, top, log_sum)
+    ctx.mark_non_differentiable(top, log_sum)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_linear(ctx, of_logprobs, of_entropy, *_):
+    of_entropy = of_entropy if ctx.with_entropy else None
+    if of_logprobs is None and of_entropy is None:
+        return None, None, None, None, None, None
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    dhidden, dweight = _linear_token_logprobs_backward(
+        of_logprobs, of_entropy, *ctx.saved_tensors, ctx.temperature, needs_hidden, needs_weight
+    )
+    return dhidden if needs_hidden else None, dweight if needs_weight else None, None, None, None, None
+
+
+_linear_token_logprobs.register_autograd(_backward_linear, setup_context=_save_linear)
+
+
+def linear_chunks(rows: Tensor, weight: Tensor):
+    if weight.is_cuda:
+        return scoring.chunks(len(rows), GPU_CHUNK, len(weight))
+    return scoring.chunks(len(rows), CPU_CHUNK, len(weight), CPU_ROWS)
+
+
+def new_gradients(hidden, weight, needs_hidden: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:
+    """(zeros like hidden, fp32 zeros like weight), of no elements where not needed."""
+    return (
+        hidden.new_zeros(hidden.shape if needs_hidden else (0,)),
+        weight.new_zeros(weight.shape if needs_weight else (0,), dtype=torch.float32),
+    )
+
+
+def add_gradients(dlogits, h, weight, rows, dhidden, dweight) -> None:
+    """Adds what a chunk (its rows' hidden states h) gives to the gradients made by `new_gradients`."""
+    dh = torch.empty_like(h) if dhidden.numel() else None
+    head_gradient(dlogits, h, weight, dh, dweight if dweight.numel() else None)
+    if dh is not None:
+        dhidden.view(-1, h.shape[1]).index_copy_(0, rows, dh)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`token_logprobs(hidden @ weight.T, ...)` without the logits: masked tokens cost neither memory nor flops.
+
+    Differentiable in hidden and weight; backward computes the logits once more, chunk by chunk. The gradient of weight
+    is summed in fp32.
+
+    Args:
+        hidden: [..., H] fp32, bf16 or fp16, final hidden states; the log-prob of token t comes from position t - 1.
+        weight: [V, H], dtype of hidden.
+        targets, mask, temperature, return_entropy: as in `token_logprobs`.
+    """
+    check_head(hidden, weight)
+    temperature = scoring.check_scored(hidden, targets, mask, temperature)
+    logprobs, entropy, _, _ = _linear_token_logprobs(hidden, weight, targets, mask, temperature, return_entropy)
+    return (logprobs, entropy) if return_entropy else logprobs
+
+
+def check_head(hidden: Tensor, weight: Tensor) -> None:
+    checks.tensor("hidden", hidden, checks.FLOATS)
+    if hidden.dim() < 1:
+        checks.fail("hidden", "shape [..., H]", list(hidden.shape))
+    checks.tensor("weight", weight, (hidden.dtype,), hidden)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        checks.fail("weight", f"shape [V, {hidden.shape[-1]}]", list(weight.shape))

@@ -1,0 +1,286 @@
+"""token_logprobs and linear_token_logprobs: accuracy and gradients against float64, masks, hard numbers, bad input."""
+
+import pytest
+import torch
+from kernel_checks import NAN, assert_as_good_as, poisoned
+from rsi_kernels import linear_logprob, linear_token_logprobs, logprob, reference, token_logprobs
+
+pytestmark = pytest.mark.usefixtures(poisoned.__name__)
+INF = float("inf")
+
+
+def leaf(x, dtype=None):
+    return x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
+
+
+def case(seed=0, shape=(3, 7), vocabulary=33, hidden=5, dtype=torch.float32, density=0.5):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(shape, generator=g) < density
+    targets = torch.randint(0, vocabulary, shape, generator=g).where(mask, torch.tensor(-100))
+    logits = (torch.randn(*shape, vocabulary, generator=g) * 3).to(dtype)
+    h = torch.randn(*shape, hidden, generator=g).to(dtype)
+    w = torch.randn(vocabulary, hidden, generator=g).to(dtype)
+    logits[~mask], h[~mask] = NAN, NAN
+    return logits, h, w, targets, mask, torch.randn(shape, generator=g), torch.randn(shape, generator=g)
+
+
+def run(function, inputs, targets, mask, of_logprobs, of_entropy, **kwargs):
+    """(log-probs, entropy, gradients of the inputs) of a function that gives log-probs and entropy."""
+    inputs = [leaf(x) for x in inputs]
+    logprobs, entropy = function(*inputs, targets, mask, **kwargs)
+    (logprobs * of_logprobs + entropy * of_entropy).sum().backward()
+    return logprobs.detach(), entropy.detach(), *[x.grad for x in inputs]
+
+
+def check_all(function, plain, inputs, targets, mask, g, ge, margins, **kwargs):
+    """function against `plain` in float64, allowed the error of `plain` in fp32 (gradients: rounded to the dtype)."""
+    exact = run(plain, [x.double() for x in inputs], targets, mask, g, ge, **kwargs)
+    fp32 = run(plain, [x.float() for x in inputs], targets, mask, g, ge, **kwargs)
+    actual = run(function, inputs, targets, mask, g, ge, return_entropy=True, **kwargs)
+    for a, e, p in zip(actual[:2], exact, fp32, strict=False):
+        assert a.dtype == torch.float32
+        assert_as_good_as(a, e, p, margins[0])
+        assert (a[~mask] == 0).all()
+    for x, a, e, p in zip(inputs, actual[2:], exact[2:], fp32[2:], strict=True):
+        assert a.dtype == x.dtype
+        assert_as_good_as(a, e, p.to(x.dtype), margins[1])
+    return actual
+
+
+DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)]  # margin of gradients: one rounding
+
+
+@pytest.mark.parametrize(("dtype", "margin"), DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("shape", [(3, 7), (41,), (2, 3, 5), (1, 1)])
+def test_against_float64(dtype, margin, temperature, shape):
+    logits, h, w, targets, mask, g, ge = case(len(shape), shape, dtype=dtype, density=0.6)
+    kwargs = dict(temperature=temperature)
+    grad = check_all(token_logprobs, reference.token_logprobs, [logits], targets, mask, g, ge, (1e-6, margin), **kwargs)
+    assert (grad[2][~mask] == 0).all()
+    linear, plain = linear_token_logprobs, reference.linear_token_logprobs
+    grad = check_all(linear, plain, [h, w], targets, mask, g, ge, (2e-6, margin), **kwargs)
+    assert (grad[2][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 257])
+def test_many_chunks(monkeypatch, vocabulary):
+    """Chunks of a few rows, one row more than a chunk, and a vocabulary wider than one block of the weight."""
+    monkeypatch.setattr(logprob, "CPU_CHUNK", 3 * vocabulary)
+    monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 4 * vocabulary)
+    monkeypatch.setattr(linear_logprob, "CPU_ROWS", 1)
+    monkeypatch.setattr(linear_logprob, "VOCAB_BLOCK", 5 * 100)
+    for dtype, margin in DTYPES[:2]:
+        logits, h, w, targets, mask, g, ge = case(1, (13,), vocabulary, dtype=dtype, density=1.0)
+        args = (targets, mask, g, ge, (2e-6, margin))
+        check_all(token_logprobs, reference.token_logprobs, [logits], *args)
+        check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args)
+
+
+def test_mask_forms_agree():
+    logits, h, w, targets, mask, *_ = case(2, density=1.0)
+    expected = token_logprobs(logits, targets)
+    assert torch.equal(token_logprobs(logits, targets.int(), mask.long() * 2), expected)
+    assert torch.equal(token_logprobs(logits, targets, mask.to(torch.uint8)), expected)
+    assert torch.equal(linear_token_logprobs(h, w, targets), linear_token_logprobs(h, w, targets.int(), mask))
+
+
+def test_entropy_is_only_given_when_asked_for():
+    logits, _, _, targets, mask, *_ = case(2)
+    alone = token_logprobs(logits, targets, mask)
+    logprobs, entropy = token_logprobs(logits, targets, mask, return_entropy=True)
+    torch.testing.assert_close(alone, logprobs)
+    assert entropy.shape == targets.shape
+
+
+@pytest.mark.parametrize("view", ["sliced", "transposed", "strided", "expanded", "flat"])
+def test_views_are_read_in_place(view):
+    """logits[:, :-1] and other views give what a copy gives, values and gradients."""
+
+    def views(x):
+        return {
+            "sliced": lambda: x[:, :-1],
+            "transposed": lambda: x.transpose(0, 1),
+            "strided": lambda: x[:, ::2, 1:],
+            "expanded": lambda: x[:1].expand(3, -1, -1),
+            "flat": lambda: x.flatten(0, 1)[1:-1],
+        }[view]()
+
+    x = torch.randn(3, 8, 11)
+    a, b = leaf(x), leaf(x)
+    seen, copied = views(a), views(b).contiguous()
+    targets = torch.randint(0, seen.shape[-1], seen.shape[:-1])
+    mask = torch.rand(targets.shape) < 0.6
+    out, expected = token_logprobs(seen, targets, mask), token_logprobs(copied, targets, mask)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    w = torch.randn(6, seen.shape[-1])
+    t = targets % 6
+    assert torch.equal(linear_token_logprobs(seen, w, t, mask), linear_token_logprobs(copied, w, t, mask))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3), ()])
+def test_no_or_one_row(shape):
+    logits, h, w = leaf(torch.randn(*shape, 5)), leaf(torch.randn(*shape, 4)), leaf(torch.randn(5, 4))
+    targets = torch.ones(shape, dtype=torch.long)
+    for out in (token_logprobs(logits, targets), linear_token_logprobs(h, w, targets)):
+        assert out.shape == shape
+        out.sum().backward()
+    assert logits.grad.shape == logits.shape
+    assert w.grad.isfinite().all()
+
+
+def test_nothing_to_score():
+    """All rows masked, NaN everywhere, no valid target: zeros and zero gradients."""
+    logits, h, w = leaf(torch.full((2, 3, 5), NAN)), leaf(torch.full((2, 3, 4), NAN)), leaf(torch.randn(5, 4))
+    targets, mask = torch.full((2, 3), -100), torch.zeros(2, 3, dtype=torch.bool)
+    for pair in (
+        token_logprobs(logits, targets, mask, return_entropy=True),
+        linear_token_logprobs(h, w, targets, mask, return_entropy=True),
+    ):
+        assert not pair[0].any()
+        assert not pair[1].any()
+        (pair[0] + pair[1]).sum().backward()
+    for x in (logits, h, w):
+        assert not x.grad.any()
+
+
+# Hard numbers
+
+
+def test_logits_of_10000():
+    """Nothing overflows and, since the largest logit is kept apart, no digits are lost in backward."""
+    logits = torch.randn(4, 50) + torch.tensor([1e4, -1e4, 3e4, 0.0])[:, None]
+    logits[3, :2] = torch.tensor([1e4, -1e4])
+    targets, mask = torch.tensor([1, 2, 3, 1]), torch.ones(4, dtype=torch.bool)
+    args = (targets, mask, torch.randn(4), torch.zeros(4), (1e-6, 2e-6))
+    check_all(token_logprobs, reference.token_logprobs, [logits], *args)
+
+
+def test_minus_infinity_adds_nothing_to_entropy():
+    logits = torch.randn(3, 9)
+    logits[0, :4], logits[1, :8], logits[2, 3] = -INF, -INF, -INF
+    targets, mask = torch.tensor([5, 8, 0]), torch.ones(3, dtype=torch.bool)
+    args = (targets, mask, torch.randn(3), torch.randn(3), (1e-6, 1e-6))
+    _, entropy, grad = check_all(token_logprobs, reference.token_logprobs, [logits], *args)
+    assert entropy[1] == 0
+    assert grad.isfinite().all()
+    impossible = token_logprobs(logits, torch.tensor([0, 0, 3]))
+    assert (impossible == -INF).all()
+
+
+def test_one_huge_logit_among_small_ones():
+    logits = torch.full((1, 1000), -1e4)
+    logits[0, 7] = 1e4
+    logprobs, entropy = token_logprobs(leaf(logits), torch.tensor([7]), return_entropy=True)
+    assert logprobs == 0
+    assert entropy == 0
+    (logprobs + entropy).sum().backward()
+
+
+def test_trap_temperature_scales_logits_not_logprobs():
+    logits, targets = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([1])
+    expected = torch.log_softmax(logits / 0.5, -1)[0, 1]
+    torch.testing.assert_close(token_logprobs(logits, targets, temperature=0.5)[0], expected)
+    assert abs(float(token_logprobs(logits, targets)[0]) / 0.5 - float(expected)) > 0.1
+
+
+def test_trap_row_i_scores_target_i():
+    """No shift inside: one row with one dominant logit each."""
+    logits = torch.eye(5) * 50
+    assert (token_logprobs(logits, torch.arange(5)) > -1e-6).all()
+    assert (linear_token_logprobs(torch.eye(5) * 50, torch.eye(5), torch.arange(5)) > -1e-6).all()
+    assert (token_logprobs(logits, torch.arange(5).roll(1)) < -49).all()
+
+
+# Memory
+
+
+def test_linear_never_holds_more_than_a_chunk_of_logits(monkeypatch):
+    """The largest tensor made, counted under a dispatch mode: chunk or gradient of the weight, never [tokens, V]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 64 * 512)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal largest
+            out = op(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple) else (out,):
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.numel())
+            return out
+
+    mask = torch.rand(2000) < 0.5
+    targets = torch.zeros(2000, dtype=torch.long)
+    with Watch():
+        h, w = leaf(torch.randn(2000, 16)), leaf(torch.randn(512, 16))
+        logprobs, entropy = linear_token_logprobs(h, w, targets, mask, return_entropy=True)
+        (logprobs + entropy).sum().backward()
+    assert w.grad.any()
+    assert largest <= 64 * 512
+
+
+# What bad input gets
+
+LOGITS, TARGETS, MASK = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3).bool()
+HIDDEN, WEIGHT = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+BAD = [
+    ("logits", LOGITS.double(), "float32 or bfloat16 or float16, got torch.float64"),
+    ("logits", torch.tensor(1.0), r"shape \[..., V\]"),
+    ("targets", TARGETS.float(), "int32 or int64"),
+    ("targets", TARGETS[:, :2], r"shape \[2, 3\], got \[2, 2\]"),
+    ("targets", TARGETS + 5, r"ids in \[0, 5\) at action tokens, got 5"),
+    ("targets", TARGETS - 1, "got -1"),
+    ("targets", TARGETS.to("meta"), "device cpu"),
+    ("mask", MASK.float(), "bool or uint8"),
+    ("mask", MASK[0], r"shape \[2, 3\]"),
+    ("temperature", 0.0, r"finite number in \(0, inf\), got 0.0"),
+    ("temperature", -1, "got -1"),
+    ("temperature", NAN, "got nan"),
+    ("temperature", INF, "got inf"),
+    ("temperature", torch.tensor(1.0), "got Tensor"),
+]
+BAD_LINEAR = [
+    ("hidden", HIDDEN.double(), "float32"),
+    ("hidden", torch.tensor(1.0), r"shape \[..., H\]"),
+    ("weight", WEIGHT.bfloat16(), "dtype float32, got torch.bfloat16"),
+    ("weight", WEIGHT.T, r"shape \[V, 4\], got \[4, 5\]"),
+    ("weight", WEIGHT[0], r"shape \[V, 4\]"),
+    ("weight", WEIGHT.to("meta"), "device cpu"),
+    *BAD[2:],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_bad_argument(name, value, message):
+    good = dict(logits=LOGITS, targets=TARGETS, mask=MASK)
+    token_logprobs(**good)
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*{message}"):
+        token_logprobs(**good | {name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD_LINEAR)
+def test_bad_argument_linear(name, value, message):
+    good = dict(hidden=HIDDEN, weight=WEIGHT, targets=TARGETS, mask=MASK)
+    linear_token_logprobs(**good)
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*{message}"):
+        linear_token_logprobs(**good | {name: value})
+
+
+def test_targets_outside_the_vocabulary_are_fine_where_masked():
+    targets = torch.tensor([0, -100, 7, 2**31])
+    mask = torch.tensor([1, 0, 0, 0])
+    assert token_logprobs(torch.zeros(4, 5), targets, mask)[1:].eq(0).all()
+
+
+def test_reference_gradients():
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    targets, mask = torch.tensor([0, 5, 2, -100]), torch.tensor([1, 1, 1, 0])
+    torch.autograd.gradcheck(lambda x: reference.token_logprobs(x, targets, mask, temperature=0.7), logits)
+    h = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda h, w: reference.linear_token_logprobs(h, w, targets, mask), (h, w))
