@@ -49,7 +49,7 @@ def serve(config: Config, console: Console) -> None:
 
 
 def collect(config: Config, rounds: int, console: Console) -> dict:
-    from rsi_fast.tasks import load_task_set
+    from rsi_fast.tasks import task_folders
     from rsi_fast.trainer.rollouts import training_order
 
     number = next((i for i, stage in enumerate(config.stages, 1) if stage.kind != "sft"), None)
@@ -58,7 +58,7 @@ def collect(config: Config, rounds: int, console: Console) -> dict:
     check_can_start(config)
     with run_directory(config) as run_dir:
         prepare(config)
-        names = list(load_task_set(config.tasks.train, config.run.seed, run_dir))
+        names = [folder.name for folder in task_folders(config.tasks.train, config.run.seed, run_dir)]
         orders = [training_order(config, number, round_, names, weight_version=0) for round_ in range(rounds)]
         with servers_running(config, console) as (launcher, urls):
             for order in orders:
@@ -98,7 +98,7 @@ def train(config: Config, spool: Path | None, console: Console) -> dict:
 
 
 def evaluate(config: Config, model: Path | None, blank_observations: bool, console: Console) -> dict:
-    from rsi_fast.tasks import load_task_set
+    from rsi_fast.tasks import task_folders
     from rsi_fast.trainer.rollouts import evaluation
 
     if config.tasks.heldout is None:
@@ -110,7 +110,7 @@ def evaluate(config: Config, model: Path | None, blank_observations: bool, conso
     config = config.model_copy(update=update)
     check_can_start(config)
     with run_directory(config) as run_dir:
-        names = list(load_task_set(config.tasks.heldout, config.run.seed, run_dir))
+        names = [folder.name for folder in task_folders(config.tasks.heldout, config.run.seed, run_dir)]
         order = Order(
             name="eval",
             task_set="heldout",

@@ -1,119 +1,194 @@
-"""Where commands of the agent run: a small interface, and the embedded sandbox on bashkit.
+"""Where a task's commands run: one small interface, and bashkit, a bash in this process with its files in memory."""
 
-Model output is untrusted; it runs nowhere else. bashkit is a bash with an in-memory file system inside this process: it
-has no host files, no network and no host programs.
-"""
-
+import asyncio
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Protocol
 
-import bashkit
-
-from rsi_fast import config as run_config
+from rsi_fast import config
+from rsi_fast.errors import UserError
 from rsi_fast.tasks import Task
 
-MAX_COMMANDS = 5000  # of one call: ends loops long before the time limit
-VERIFIER_MAX_COMMANDS = 100_000
-MAX_MEMORY_BYTES = 32 * 2**20
+_CANCEL_GRACE_S = 0.2
+_MAX_SHELL_TIME_S = 24 * 3600.0  # bashkit's own limit, which must not come before `timeout_s`
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed. The attempt is invalid, through no fault of the agent."""
+    """The sandbox itself failed, not the command that ran in it."""
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command left: standard output and error in one text, cut at the limit with a note for the agent."""
-
-    output: str
-    exit_code: int
-    timed_out: bool = False
-    truncated: bool = False
+    output: str  # stdout and stderr as they came; fit for the model, so a cut or a stop is told in it
+    exit_code: int | None  # None: stopped at the timeout
+    timed_out: bool
+    truncated: bool
 
 
 class Sandbox(Protocol):
-    """One attempt's place. The shell keeps its directory, variables and files from command to command."""
+    """One attempt's machine. Every method raises SandboxError when the sandbox itself fails."""
 
-    async def start(self, task: Task) -> None: ...
+    async def start(self, task: Task) -> None:
+        """Lays out the task's environment. Once, before anything else."""
 
-    async def run(self, command: str) -> CommandResult:
-        """A command of the agent, within the configured limits. Any text is fine; only the sandbox's own failure
-        raises."""
+    async def run(
+        self, command: str, timeout_s: float, output_limit_bytes: int, *, new_shell: bool = False
+    ) -> CommandResult:
+        """Runs a command in the agent's shell, whose directory and variables last from command to command.
 
-    async def run_clean(self, command: str, timeout_s: float) -> CommandResult:
-        """A command of ours on the agent's files, untouched by what the agent did to its shell."""
+        A command that is stopped at the timeout costs the shell its variables; it goes on in the directory where
+        that command began.
+        `new_shell`: in a shell of its own, in the task's working directory, which knows nothing of the agent's
+        functions, aliases, variables and jobs, but sees the same files.
+        """
 
-    async def put_files(self, files: dict[str, bytes]) -> None: ...
+    async def put_files(self, files: dict[str, bytes]) -> None:
+        """Writes files by absolute path, directories included. Scripts (`*.sh`) are made executable."""
+
+    async def empty_directory(self, path: str) -> None:
+        """Makes `path` an empty directory, whatever the agent has put there or on the way."""
 
     async def read_file(self, path: str, limit_bytes: int) -> bytes | None:
-        """The first bytes of a regular file; None where there is none."""
-
-    async def remove(self, path: str) -> None: ...
+        """The first `limit_bytes` of a file; None where there is none."""
 
     async def close(self) -> None: ...
 
 
-def open_sandbox(settings: run_config.Sandbox) -> Sandbox:
-    return BashkitSandbox(settings)
+def open_sandbox(settings: config.Sandbox) -> Sandbox:
+    assert settings.kind == "bashkit"
+    try:
+        return BashkitSandbox()
+    except ImportError:
+        raise UserError('sandbox.kind = "bashkit" needs bashkit: pip install "rsi-fast[sandbox]"') from None
 
 
 class BashkitSandbox:
-    def __init__(self, settings: run_config.Sandbox):
-        self._settings = settings
-        self._shell: bashkit.Bash | None = None
+    """The file system stands apart from the shells over it: a shell that hangs is thrown away, the files stay."""
+
+    def __init__(self):
+        import bashkit
+
+        self._bashkit = bashkit
+        self._files = bashkit.FileSystem()
+        self._shell = None
+        self._workdir = "/"
+        self._directory = "/"  # of the agent's shell, after its last command that ended
 
     async def start(self, task: Task) -> None:
-        layout = task.layout
-        self._shell = bashkit.Bash(
-            cwd=layout.workdir,
-            timeout_seconds=self._settings.command_timeout_s,
-            max_commands=MAX_COMMANDS,
-            max_memory=MAX_MEMORY_BYTES,
-        )
-        files = self._shell.fs()
-        for directory in layout.directories:
-            files.mkdir(directory, True)
-        await self.put_files(layout.files)
-
-    async def run(self, command: str) -> CommandResult:
-        return await self._execute(self._shell, command)
-
-    async def run_clean(self, command: str, timeout_s: float) -> CommandResult:
-        # A fresh interpreter over the same files: no function, alias, variable, trap or job of the agent is in it.
-        shell = bashkit.Bash(cwd="/", timeout_seconds=timeout_s, max_commands=VERIFIER_MAX_COMMANDS)
-        shell.mount("/", self._shell.fs())
-        return await self._execute(shell, command)
-
-    async def _execute(self, shell: bashkit.Bash, command: str) -> CommandResult:
+        environment = task.environment
+        self._workdir = self._directory = environment.workdir
         try:
-            result = await shell.execute(command)
-        except (bashkit.BashError, RuntimeError, ValueError) as error:
+            for directory in (environment.workdir, *environment.directories):
+                self._files.mkdir(directory, True)
+            for path, (content, mode) in environment.read_files().items():
+                self._write(path, content)
+                self._files.chmod(path, mode)
+        except RuntimeError as error:
+            raise SandboxError(f"task {task.name}: its environment cannot be laid out: {error}") from error
+        self._shell = self._new_shell(self._workdir)
+
+    async def run(
+        self, command: str, timeout_s: float, output_limit_bytes: int, *, new_shell: bool = False
+    ) -> CommandResult:
+        if self._shell is None:
+            raise SandboxError("the sandbox is not started, or closed")
+        shell = self._new_shell(self._workdir) if new_shell else self._shell
+        collected = _Output(output_limit_bytes)
+        # The command may hold what no file name or string of a shell can.
+        command = command.replace("\0", "").encode("utf-8", "replace").decode()
+        try:
+            execution = shell.execute(command, collected.add)
+            done, _ = await asyncio.wait([execution], timeout=timeout_s)
+            if not done:
+                await self._stop(shell, execution, replace=not new_shell)
+                note = f"[stopped after {timeout_s:g} s]"
+                return CommandResult(collected.text(note), None, timed_out=True, truncated=collected.cut)
+            result = execution.result()
+            if not new_shell:
+                self._directory = shell.shell_state().cwd
+        except asyncio.CancelledError:
+            shell.cancel()
+            raise
+        except Exception as error:
             raise SandboxError(f"bashkit failed: {error}") from error
-        timed_out = "execution timeout" in (result.error or result.stderr)
-        output = result.stdout + result.stderr
-        limit = self._settings.output_limit_bytes
-        data = output.encode(errors="replace")
-        truncated = len(data) > limit
-        if truncated:
-            output = data[:limit].decode(errors="ignore") + "\n[output cut]\n"
-        return CommandResult(output, result.exit_code, timed_out, truncated)
+        note = result.error or ""
+        return CommandResult(collected.text(note), result.exit_code, timed_out=False, truncated=collected.cut)
 
     async def put_files(self, files: dict[str, bytes]) -> None:
-        target = self._shell.fs()
-        for path, content in files.items():
-            target.mkdir(path.rpartition("/")[0] or "/", True)
-            target.write_file(path, content)
+        try:
+            for path, content in files.items():
+                self._write(path, content)
+                if path.endswith(".sh"):
+                    self._files.chmod(path, 0o755)
+        except RuntimeError as error:
+            raise SandboxError(f"{path} cannot be written: {error}") from error
+
+    async def empty_directory(self, path: str) -> None:
+        try:
+            for part in reversed((PurePosixPath(path), *PurePosixPath(path).parents)):
+                if self._is_no_directory(part):
+                    self._files.remove(str(part), False)
+            if self._files.exists(path):
+                self._files.remove(path, True)
+            self._files.mkdir(path, True)
+        except RuntimeError as error:
+            raise SandboxError(f"{path} cannot be emptied: {error}") from error
 
     async def read_file(self, path: str, limit_bytes: int) -> bytes | None:
-        files = self._shell.fs()
-        if not files.exists(path) or files.stat(path)["file_type"] != "file":
+        if not self._files.exists(path) or self._files.stat(path)["file_type"] != "file":
             return None
-        return files.read_file(path)[:limit_bytes]
-
-    async def remove(self, path: str) -> None:
-        files = self._shell.fs()
-        if files.exists(path):
-            files.remove(path, True)
+        try:
+            return self._files.read_file(path)[:limit_bytes]
+        except RuntimeError as error:
+            raise SandboxError(f"{path} cannot be read: {error}") from error
 
     async def close(self) -> None:
-        self._shell = None
+        self._shell = self._files = None
+
+    def _new_shell(self, directory: str):
+        shell = self._bashkit.Bash(cwd=directory, timeout_seconds=_MAX_SHELL_TIME_S)
+        shell.mount("/", self._files)
+        return shell
+
+    async def _stop(self, shell, execution: asyncio.Future, replace: bool) -> None:
+        """Ends a command that ran out of time. Its background jobs end with its shell."""
+        shell.cancel()
+        await asyncio.wait([execution], timeout=_CANCEL_GRACE_S)
+        execution.cancel()
+        if replace:
+            self._shell = self._new_shell(self._directory)  # the old one may not even tell its own
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._files.mkdir(str(PurePosixPath(path).parent), True)
+        self._files.write_file(path, content)
+
+    def _is_no_directory(self, path: PurePosixPath) -> bool:
+        """There is something at `path`, such as a file or a link (to a directory, even)."""
+        parent = str(path.parent)
+        entries = self._files.read_dir(parent) if self._files.exists(parent) else []
+        return any(e["name"] == path.name and e["metadata"]["file_type"] != "directory" for e in entries)
+
+
+class _Output:
+    """Keeps the first bytes of a command's output."""
+
+    def __init__(self, limit_bytes: int):
+        self._limit = limit_bytes
+        self._room = limit_bytes
+        self._parts: list[bytes] = []
+        self.cut = False
+
+    def add(self, stdout: str, stderr: str) -> None:
+        """Called by bashkit, from its own thread."""
+        data = (stdout + stderr).encode("utf-8", "replace")
+        self.cut = self.cut or len(data) > self._room
+        self._parts.append(data[: self._room])
+        self._room -= len(self._parts[-1])
+
+    def text(self, note: str) -> str:
+        """The output; then, on a line of its own, what cut it short, if anything did."""
+        text = b"".join(self._parts).decode("utf-8", "replace")
+        notes = [f"[output cut after {self._limit} bytes]"] * self.cut + [note] * bool(note)
+        if notes and text and not text.endswith("\n"):
+            text += "\n"
+        return text + "".join(f"{n}\n" for n in notes)

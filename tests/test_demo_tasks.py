@@ -7,16 +7,16 @@ import pytest
 from rsi_fast import config as run_config
 from rsi_fast.demo.kinds import KINDS, NAMES, make_instance, needs_output, split_of
 from rsi_fast.demo.tasks import write_task, write_tasks
-from rsi_fast.sandbox import BashkitSandbox
-from rsi_fast.tasks import Task, TaskSet
+from rsi_fast.sandbox import open_sandbox
+from rsi_fast.tasks import Task, load_task, load_task_set
 from rsi_fast.verifier import Verdict, verify
 
 
 async def attempt(task: Task, commands: list[str]) -> Verdict:
-    sandbox = BashkitSandbox(run_config.Sandbox())
+    sandbox = open_sandbox(run_config.Sandbox())
     await sandbox.start(task)
     for command in commands:
-        await sandbox.run(command)
+        await sandbox.run(command, 5.0, 1000)
     return await verify(task, sandbox, 5.0)
 
 
@@ -25,7 +25,7 @@ def test_the_solution_earns_strict_success_and_nothing_else_does(kind, tmp_path)
     for i in range(6):
         instance = make_instance(kind, ("train", "dev", "heldout")[i % 3], f"test/{i}")
         write_task(tmp_path / f"{kind}-{i}", instance, "train")
-        task = Task(tmp_path / f"{kind}-{i}")
+        task = load_task(tmp_path / f"{kind}-{i}")
         solved = asyncio.run(attempt(task, instance.commands))
         assert solved.success, (instance, solved.checks)
         assert len(solved.checks) >= 3
@@ -78,4 +78,4 @@ def test_the_same_seed_gives_the_same_set(tmp_path):
         write_tasks(tmp_path / name, "train", 30, seed=4)
     first, second = (sorted(p for p in (tmp_path / n).rglob("*") if p.is_file()) for n in ("a", "b"))
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
-    assert len(TaskSet(tmp_path / "a")) == 30
+    assert len(load_task_set(run_config.TaskSet(path=tmp_path / "a"), 0, tmp_path)) == 30

@@ -12,12 +12,14 @@ from pathlib import Path
 from rsi_fast import config as run_config
 from rsi_fast.demo.kinds import KINDS, WELL_TAUGHT, Instance, make_instance
 from rsi_fast.demo.tasks import write_task
-from rsi_fast.sandbox import BashkitSandbox
+from rsi_fast.sandbox import open_sandbox
 from rsi_fast.spool import Trajectory, Turn, write_json_atomic
-from rsi_fast.tasks import Task
+from rsi_fast.tasks import Task, load_task
 from rsi_fast.verifier import verify
 
 RIGHT_ONE_IN = 8
+COMMAND_TIMEOUT_S = 1.0
+OUTPUT_LIMIT_BYTES = 200
 
 
 def write_demonstrations(folder: Path, count: int, seed: int, agent, max_observation_tokens: int = 40) -> None:
@@ -36,14 +38,14 @@ async def _write(folder: Path, count: int, seed: int, agent, max_observation_tok
             commands = instance.commands if right else rng.choice(instance.mistakes)
             task_folder = Path(scratch) / f"{kind}-{i:06d}"
             write_task(task_folder, instance, "train")
-            trajectory = await demonstrate(Task(task_folder), instance, commands, agent, max_observation_tokens)
+            trajectory = await demonstrate(load_task(task_folder), instance, commands, agent, max_observation_tokens)
             write_json_atomic(folder / f"{i:05d}.json", trajectory.model_dump_json())
 
 
 async def demonstrate(
     task: Task, instance: Instance, commands: list[str], agent, max_observation_tokens: int
 ) -> Trajectory:
-    sandbox = BashkitSandbox(run_config.Sandbox(command_timeout_s=1.0, output_limit_bytes=200))
+    sandbox = open_sandbox(run_config.Sandbox())
     await sandbox.start(task)
     ids = list(agent.prompt_ids(task.instruction))
     mask, turn_ids, turns = [0] * len(ids), [-1] * len(ids), []
@@ -54,14 +56,15 @@ async def demonstrate(
         turn_ids += [number] * len(reply)
         observation = None
         if command != "submit":
-            result = await sandbox.run(command)
+            result = await sandbox.run(command, COMMAND_TIMEOUT_S, OUTPUT_LIMIT_BYTES)
             observation = result.output
             seen = agent.observation_ids(observation, result.exit_code, max_observation_tokens)
             ids += seen
             mask += [0] * len(seen)
             turn_ids += [-1] * len(seen)
-        turns.append(Turn(reply=command, command=command, observation=observation, weight_version=0))
-    verdict = await verify(task, sandbox, default_timeout_s=5.0)
+        ran = None if command == "submit" else command
+        turns.append(Turn(reply=command, command=ran, observation=observation, weight_version=0))
+    verdict = await verify(task, sandbox, timeout_s=5.0)
     return Trajectory(
         id=f"demonstration/{task.name}",
         task=task.name,

@@ -23,7 +23,7 @@ timeout_sec = 5.0
 DOCKERFILE = """FROM bash:5
 WORKDIR /app
 COPY files/ /app/
-"""
+"""  # empty directories follow as RUN lines
 
 TEST_HEAD = """#!/bin/bash
 # Checks the files of /app; the verdict goes to reward.txt, every check to ctrf.json.
@@ -55,14 +55,13 @@ def write_tasks(folder: Path, split: str, count: int, seed: int) -> None:
 def write_task(folder: Path, instance: Instance, split: str) -> None:
     files = folder / "environment" / "files"
     files.mkdir(parents=True)
-    for directory in instance.directories:
-        (files / directory).mkdir(parents=True, exist_ok=True)
     for path, content in instance.files.items():
         (files / path).parent.mkdir(parents=True, exist_ok=True)
         (files / path).write_text(content)
     for name in ("tests", "solution"):
         (folder / name).mkdir()
-    (folder / "environment" / "Dockerfile").write_text(DOCKERFILE)
+    empty = "".join(f"RUN mkdir -p {directory}\n" for directory in instance.directories)
+    (folder / "environment" / "Dockerfile").write_text(DOCKERFILE + empty)
     (folder / "task.toml").write_text(TASK_TOML.format(kind=instance.kind, split=split))
     (folder / "instruction.md").write_text(instance.instruction + "\n")
     (folder / "tests" / "test.sh").write_text(test_script(instance))

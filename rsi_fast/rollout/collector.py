@@ -167,7 +167,8 @@ class Collector:
             if action.command is None:
                 turn.observation = agent.no_command
             else:
-                result = await sandbox.run(action.command)
+                settings = self.config.sandbox
+                result = await sandbox.run(action.command, settings.command_timeout_s, settings.output_limit_bytes)
                 turn.observation, turn.exit_code = result.output, result.exit_code
                 turn.sandbox_s = time.perf_counter() - generated
             if order.blank_observations:

@@ -45,7 +45,7 @@ def _train(run_dir: Path, offline: bool) -> None:
 
     # DeepSpeed would compile this at every fresh start, with a compiler that may not be there; only inference uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    from rsi_fast.tasks import load_task_set
+    from rsi_fast.tasks import task_folders
     from rsi_fast.trainer.loop import Trainer
 
     # Ranks wait for each other at most this long; a dead one is noticed by torchrun at once.
@@ -61,7 +61,7 @@ def _train(run_dir: Path, offline: bool) -> None:
 
         publisher = Publisher(config, api_key=os.environ["RSI_FAST_API_KEY"])
     names = {
-        which: list(load_task_set(tasks, config.run.seed, run_dir))
+        which: [folder.name for folder in task_folders(tasks, config.run.seed, run_dir)]
         for which in ("train", "heldout")
         if (tasks := getattr(config.tasks, which))
     }
