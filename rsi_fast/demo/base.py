@@ -168,7 +168,7 @@ def _batches(data: list, rng: random.Random) -> list[list]:
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("models/demo-base"),
     seed: int = 0,
-    steps: Annotated[int, typer.Option(min=1)] = 4000,
+    steps: Annotated[int, typer.Option(min=1)] = 5000,
 ) -> None:
     """Makes the demo's base checkpoint."""
     torch.set_num_threads(1)
