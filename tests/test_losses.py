@@ -54,10 +54,7 @@ def test_policy_loss_against_float64(options, shape):
     results = []
     for function, dtype in ((policy_loss, torch.float32), (reference.policy_loss, torch.float64)):
         x = leaf(new, dtype)
-        kwargs = keywords({k: v for k, v in options.items() if k != "behaviour"}, behaviour, dtype)
-        if options.get("behaviour"):
-            kwargs["behaviour_logprobs"] = behaviour.to(dtype)
-        loss, stats = function(x, old.to(dtype), advantages.to(dtype), mask, **kwargs)
+        loss, stats = function(x, old.to(dtype), advantages.to(dtype), mask, **keywords(options, behaviour, dtype))
         loss.backward()
         results.append((loss.detach(), x.grad, stats))
     (loss, grad, stats), (exact, exact_grad, fraction) = results
