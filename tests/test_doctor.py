@@ -1,0 +1,99 @@
+"""What keeps a run from starting, said before anything starts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rsi_fast.config import load_config
+from rsi_fast.doctor import check_can_start, num_gpus, run_doctor
+from rsi_fast.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "configs" / "demo.toml"
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def demo(*overrides: str):
+    return load_config(DEMO, overrides)
+
+
+def test_the_demo_can_start_here(capsys):
+    check_can_start(demo())
+    assert run_doctor(demo(), Console(quiet=True))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["can_start"] is True
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="this machine has a GPU")
+def test_cuda_without_a_gpu():
+    with pytest.raises(UserError, match="GPUs for this run: 0 of 3.*model.device = 'cpu'"):
+        check_can_start(demo("model.device=cuda"))
+
+
+def test_a_missing_extra_is_named_with_its_install_line(tmp_path):
+    """In an interpreter that truly cannot find deepspeed: its folder is left out of the path."""
+    script = f"""
+import importlib.machinery, sys
+class Without(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "deepspeed" else super().find_spec(name, path, target)
+sys.meta_path[:] = [Without if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
+sys.argv = ["rsi-fast", "run", {str(DEMO)!r}, "--set", "run.dir={tmp_path / "run"}"]
+from rsi_fast.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2
+    assert "pip install 'rsi-fast[train]'" in done.stderr.replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_folder_without_all_its_weights(tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"lacks \*\.safetensors"):
+        check_can_start(demo(f"model.path={tmp_path}"))
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").touch()
+    with pytest.raises(UserError, match="lacks model-2.safetensors"):
+        check_can_start(demo(f"model.path={tmp_path}"))
+    with pytest.raises(UserError, match="lacks config.json, tokenizer.json"):
+        check_can_start(demo(f"model.path={tmp_path / 'none'}"))
+
+
+def test_a_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port}.*in use"):
+            check_can_start(demo(f"server.port={port}"))
+
+
+def test_missing_tasks_and_demonstrations(tmp_path):
+    settings = [
+        "tasks.heldout={path='" + str(tmp_path / "no-tasks") + "'}",
+        f"stages.0.demonstrations={tmp_path / 'none'}",
+    ]
+    with pytest.raises(UserError) as caught:
+        check_can_start(demo(*settings))
+    assert "tasks.heldout" in str(caught.value)
+    assert "demonstrations of sft" in str(caught.value)
+
+
+def test_the_command_says_no_with_its_exit_code(tmp_path):
+    command = [sys.executable, "-m", "rsi_fast.cli", "doctor", "--for", str(DEMO), "--set", f"model.path={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ)
+    assert done.returncode == 1
+    assert json.loads(done.stdout.splitlines()[-1]) == {"can_start": False, "lacks": json.loads(done.stdout)["lacks"]}
