@@ -45,9 +45,14 @@ def _flags(config: Config, port: int) -> list[str]:
         "--middleware": "rsi_fast.rollout.auth.RequireKey",
         "--seed": config.run.seed,
     }
-    if not cpu:
+    if cpu:
+        # A prompt cut over two steps makes vLLM rewind the request's random generator, which crashes it on a CPU.
+        flags["--max-num-batched-tokens"] = max(8192, config.model.max_tokens)
+    else:
         flags["--gpu-memory-utilization"] = config.server.gpu_memory_utilization
-    switches = ["--enable-prefix-caching", "--disable-uvicorn-access-log"] + (["--enforce-eager"] if cpu else [])
+    switches = ["--enable-prefix-caching", "--disable-uvicorn-access-log"] + (
+        ["--enforce-eager", "--no-enable-chunked-prefill"] if cpu else []
+    )
     return [*(str(word) for pair in flags.items() for word in pair), *switches, *config.server.extra_args]
 
 
