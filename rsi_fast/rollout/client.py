@@ -136,8 +136,8 @@ def _read_counters(text: bytes) -> dict[str, float]:
 def _parse(url: str, reply: httpx.Response, prompt_ids: list[int]) -> Completion:
     try:
         choice = reply.json()["choices"][0]
-        token_ids, finish_reason = choice["token_ids"], choice["finish_reason"]
-        logprobs = choice["logprobs"]["token_logprobs"] if token_ids else []
+        token_ids, finish_reason = list(choice["token_ids"]), choice["finish_reason"]
+        logprobs = list(choice["logprobs"]["token_logprobs"]) if token_ids else []
         echoed = choice["prompt_token_ids"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ServerError(f"{url}: not the answer of a vLLM server: {type(error).__name__} {error}") from error
