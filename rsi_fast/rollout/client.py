@@ -41,7 +41,9 @@ class VllmClient:
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(request_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # An idle connection is dropped here before the server drops it: a request on one that the server has just
+            # closed would be lost.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
         )
 
     async def __aenter__(self) -> "VllmClient":

@@ -62,6 +62,7 @@ def _environment(config: Config, index: int, api_key: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # the paths of weight transfer
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "HF_HUB_OFFLINE": "1",
     }
     if config.model.device == "cpu":

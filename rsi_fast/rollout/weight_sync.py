@@ -59,7 +59,11 @@ class WeightSender:
 
     def __init__(self, urls: list[str], api_key: str, backend: str, timeout_s: float):
         self.urls, self.backend, self.timeout_s = urls, backend, timeout_s
-        self._http = httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout_s)
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=timeout_s,
+            limits=httpx.Limits(keepalive_expiry=2.0),
+        )
         self._threads = ThreadPoolExecutor(len(urls) + 1)
         self._group = None  # gloo ProcessGroup, or vLLM's NCCL communicator
 
