@@ -104,21 +104,22 @@ def _scan_back(p: np.ndarray, q: np.ndarray | None, first: np.ndarray) -> np.nda
     blocks' totals, so the steps number 32 a level, and no quantity is ever divided by a decay.
     """
     length = np.diff(first)
-    num_blocks = -(-length // BLOCK)
-    block_first = np.concatenate([[0], np.cumsum(num_blocks)])
-    if block_first[-1] == 0:
+    width = min(BLOCK, length.max(initial=0))  # short rows need fewer steps, and get the same bits
+    if width == 0:
         return np.zeros(0)
-    place = np.arange(len(p)) + np.repeat(block_first[:-1] * BLOCK - first[:-1], length)
-    y = np.zeros(block_first[-1] * BLOCK)
+    num_blocks = -(-length // width)
+    block_first = np.concatenate([[0], np.cumsum(num_blocks)])
+    place = np.arange(len(p)) + np.repeat(block_first[:-1] * width - first[:-1], length)
+    y = np.zeros(block_first[-1] * width)
     y[place] = p
-    y = np.ascontiguousarray(y.reshape(-1, BLOCK).T)  # [BLOCK, blocks]: a step reads whole lines
+    y = np.ascontiguousarray(y.reshape(-1, width).T)  # [width, blocks]: a step reads whole lines
     if q is None:
         y = y[::-1].cumsum(axis=0)[::-1]
     else:
-        factor = np.ones(block_first[-1] * BLOCK)
+        factor = np.ones(block_first[-1] * width)
         factor[place] = q
-        factor = np.ascontiguousarray(factor.reshape(-1, BLOCK).T)
-        for i in range(BLOCK - 2, -1, -1):
+        factor = np.ascontiguousarray(factor.reshape(-1, width).T)
+        for i in range(width - 2, -1, -1):
             y[i] += factor[i] * y[i + 1]
             factor[i] *= factor[i + 1]
     if num_blocks.max() > 1:
@@ -179,24 +180,27 @@ def _find_actions(action_mask, turn_ids, starts, validate) -> Actions:
 
 def _credit_tokens(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray | None:
     """Rewards [N] moved to the action tokens [n]; None when all are zero."""
-    credit = rewards.take(actions.flat).astype(np.float64)
-    stray = np.flatnonzero((rewards != 0) & ~actions.mask)
-    if len(stray):
-        # Before a row's first action token nothing can own a reward; in rows without one it is dropped in silence.
+    stray = (rewards != 0) & ~actions.mask
+    if not stray.any():
+        credit = rewards.take(actions.flat).astype(np.float64)
+        return credit if credit.any() else None
+    if validate:
+        # In rows without an action token rewards are dropped in silence.
         has = np.diff(actions.first) > 0
-        lead_end = actions.starts[1:].copy()
+        lead_end = actions.starts[:-1].copy()
         lead_end[has] = actions.flat[actions.first[:-1][has]]
-        strays_in_row = np.diff(np.searchsorted(stray, actions.starts))
-        owned = stray >= np.repeat(lead_end, strays_in_row)
-        lost = stray[~owned & np.repeat(has, strays_in_row)]
-        if validate and len(lost):
+        at = np.flatnonzero(stray)
+        lost = at[at < np.repeat(lead_end, np.diff(np.searchsorted(at, actions.starts)))]
+        if len(lost):
             row = np.searchsorted(actions.starts, lost[0], "right") - 1
             fail("token_rewards", "no reward before a row's first action token, where no action can get it",
                  f"{rewards[lost[0]]} at row {row}, position {lost[0] - actions.starts[row]}")  # fmt: skip
-        stray = stray[owned]
-        owner = np.cumsum(actions.mask)[stray] - 1
-        credit += np.bincount(owner, rewards[stray], len(credit))
-    return credit if credit.any() else None
+    # One sum from each action token to the next; a row's begin is a cut too, and what stands before its first action
+    # token is left out. The zero at the end takes the cuts of empty rows.
+    n, num_rows = len(actions.flat), len(actions.starts) - 1
+    cuts = np.insert(actions.flat, actions.first[:-1], actions.starts[:-1])
+    sums = np.add.reduceat(np.append(rewards, np.float32(0)), cuts, dtype=np.float64)
+    return sums[np.arange(n) + np.repeat(np.arange(1, num_rows + 1), np.diff(actions.first))]
 
 
 def _credit_turns(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray | None:
