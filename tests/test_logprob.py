@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_checks import NAN, assert_as_good_as, poisoned
-from rsi_kernels import linear_logprob, linear_token_logprobs, logprob, reference, token_logprobs
+from rsi_kernels import linear_logprob, linear_ppo_loss, linear_token_logprobs, logprob, reference, token_logprobs
 
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 INF = float("inf")
@@ -198,30 +198,34 @@ def test_trap_row_i_scores_target_i():
 # Memory
 
 
+def largest_allocation(function) -> int:
+    """Bytes of the largest single allocation while function runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+
+
 def test_linear_never_holds_more_than_a_chunk_of_logits(monkeypatch):
-    """The largest tensor made, counted under a dispatch mode: chunk or gradient of the weight, never [tokens, V]."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+    """Forward and backward: a chunk of 64 rows at most, where [tokens, V] would be 30 times that."""
     monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 64 * 512)
-    largest = 0
+    mask, targets = torch.rand(2000) < 0.5, torch.zeros(2000, dtype=torch.long)
+    h, w = leaf(torch.randn(2000, 16)), leaf(torch.randn(512, 16))
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            nonlocal largest
-            out = op(*args, **(kwargs or {}))
-            for x in out if isinstance(out, tuple) else (out,):
-                if isinstance(x, torch.Tensor):
-                    largest = max(largest, x.numel())
-            return out
-
-    mask = torch.rand(2000) < 0.5
-    targets = torch.zeros(2000, dtype=torch.long)
-    with Watch():
-        h, w = leaf(torch.randn(2000, 16)), leaf(torch.randn(512, 16))
+    def scores():
         logprobs, entropy = linear_token_logprobs(h, w, targets, mask, return_entropy=True)
         (logprobs + entropy).sum().backward()
-    assert w.grad.any()
-    assert largest <= 64 * 512
+
+    def loss():
+        linear_ppo_loss(h, w, targets, torch.zeros(2000), torch.ones(2000), mask).loss.backward()
+
+    assert largest_allocation(scores) <= 64 * 512 * 4
+    assert largest_allocation(loss) <= 64 * 512 * 4
+
+
+def test_logits_are_not_copied():
+    """Not even a slice of them in low precision, forward: one chunk at a time."""
+    logits, targets = torch.randn(4, 501, 512, dtype=torch.bfloat16)[:, :-1], torch.zeros(4, 500, dtype=torch.long)
+    assert largest_allocation(lambda: token_logprobs(logits, targets)) <= logprob.CPU_CHUNK * 4
 
 
 # What bad input gets

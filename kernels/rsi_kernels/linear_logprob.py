@@ -26,24 +26,27 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None):
-    """Writes dlogits @ weight to dhidden and adds dlogits.T @ hidden to dweight (fp32), where they are given."""
+def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor, dweight: Tensor, fresh: bool):
+    """Writes dlogits @ weight to dhidden and adds dlogits.T @ hidden to dweight (fp32), where they have elements.
+
+    fresh: dweight holds nothing yet.
+    """
+    beta = 0 if fresh else 1
     if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
         dlogits = dlogits.to(hidden.dtype)
-        if dhidden is not None:
-            dhidden.copy_(dlogits @ weight)
-        if dweight is not None:
-            torch.addmm(dweight, dlogits.T, hidden, out_dtype=torch.float32, out=dweight)
+        if dhidden.numel():
+            torch.mm(dlogits, weight, out=dhidden)
+        if dweight.numel():
+            torch.addmm(dweight, dlogits.T, hidden, out_dtype=torch.float32, beta=beta, out=dweight)
         return
     full = hidden.dtype == torch.float32
-    hidden, total = hidden.float(), torch.zeros_like(hidden, dtype=torch.float32)
+    total, hidden = torch.zeros_like(dhidden, dtype=torch.float32), hidden.float()
     for a, b in [(0, len(weight))] if full else scoring.chunks(len(weight), VOCAB_BLOCK, weight.shape[1]):
-        if dhidden is not None:
+        if dhidden.numel():
             total.addmm_(dlogits[:, a:b], weight[a:b].float())
-        if dweight is not None:
-            dweight[a:b].addmm_(dlogits[:, a:b].T, hidden)
-    if dhidden is not None:
-        dhidden.copy_(total)
+        if dweight.numel():
+            dweight[a:b].addmm_(dlogits[:, a:b].T, hidden, beta=beta)
+    dhidden.copy_(total)
 
 
 @torch.library.custom_op("rsi_kernels::linear_token_logprobs", mutates_args=())
@@ -88,7 +91,7 @@ def _linear_token_logprobs_backward(
     for a, b in linear_chunks(rows, weight):
         h = matrix.index_select(0, index[a:b])
         x = scoring.chunk_gradient(head_logits(h, weight), picked, temperature, saved, a, b)
-        add_gradients(x, h, weight, rows[a:b], dhidden, dweight)
+        add_gradients(x, h, weight, rows[a:b], dhidden, dweight, fresh=a == 0)
     return dhidden, dweight.to(weight.dtype)
 
 
@@ -134,11 +137,11 @@ def new_gradients(hidden, weight, needs_hidden: bool, needs_weight: bool) -> tup
     )
 
 
-def add_gradients(dlogits, h, weight, rows, dhidden, dweight) -> None:
+def add_gradients(dlogits, h, weight, rows, dhidden, dweight, fresh: bool) -> None:
     """Adds what a chunk (its rows' hidden states h) gives to the gradients made by `new_gradients`."""
-    dh = torch.empty_like(h) if dhidden.numel() else None
-    head_gradient(dlogits, h, weight, dh, dweight if dweight.numel() else None)
-    if dh is not None:
+    dh = torch.empty_like(h) if dhidden.numel() else h.new_empty(0)
+    head_gradient(dlogits, h, weight, dh, dweight, fresh)
+    if dh.numel():
         dhidden.view(-1, h.shape[1]).index_copy_(0, rows, dh)
 
 

@@ -52,10 +52,10 @@ def _linear_ppo_loss(
         total += loss.sum()
         if needs_hidden or needs_weight:
             dlogits = scoring.finish_gradient(x, picked[a:b], temperature, log_sum, slope)
-            linear_logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight)
+            linear_logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight, fresh=a == 0)
     stats = ppo_loss.policy_stats(rules, log_ratio, torch.ones_like(rules))
     scale = ppo_loss.divisor(stats[-1], denominator, number)
-    return total / scale, *stats, scale.clone(), dhidden, dweight
+    return total / scale, *stats, scale, dhidden, dweight
 
 
 @_linear_ppo_loss.register_fake
@@ -82,7 +82,7 @@ def _backward(ctx, of_loss, *_):
     of_loss = of_loss / scale
     return (
         ppo_loss.scaled(dhidden, of_loss).to(dhidden.dtype) if needs_hidden else None,
-        ppo_loss.scaled(dweight, of_loss).to(ctx.weight_dtype) if needs_weight else None,
+        (dweight * of_loss).to(ctx.weight_dtype) if needs_weight else None,
         *none,
     )
 

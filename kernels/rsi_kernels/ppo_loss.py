@@ -55,7 +55,7 @@ def divisor(num_tokens: Tensor, denominator: Tensor | None, number: float | None
         denominator = torch.full_like(num_tokens, number, dtype=torch.float32)
     elif denominator is None:
         denominator = num_tokens
-    denominator = denominator.float()
+    denominator = denominator.to(num_tokens.device, torch.float32)
     return torch.where(denominator == 0, 1.0, denominator)
 
 

@@ -1,7 +1,7 @@
 """Every operation as the plainest torch one can write: the truth that kernels and CPU paths are tested against.
 
 Slow on purpose: loops over tokens, no tricks, no checks. Computes in the dtype of its input, so float64 gives the exact
-answer. Formulas: README.md of the project; each function names what it computes.
+answer. Arguments and formulas are those of the public functions of the same names.
 """
 
 import torch

@@ -8,8 +8,13 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """True where an op launches its Triton kernel; everywhere else it takes its host path."""
+    """True where an op launches its Triton kernel; everywhere else it takes its host path, a copy away on a GPU."""
     return HAS_TRITON and tensor.device.type == "cuda"
+
+
+def device_of(tensor: torch.Tensor):
+    """Context in which kernels are launched: Triton takes the current GPU, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device)
 
 
 def interpreting() -> bool:

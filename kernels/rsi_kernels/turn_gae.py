@@ -51,7 +51,8 @@ def _turn_gae(
         turn_gae_host(*arguments, True)  # asked for by name: checked on the host, which costs a copy
     from .turn_gae_triton import launch  # imports Triton, which a CPU-only install lacks
 
-    return launch(*arguments)
+    with runtime.device_of(values):
+        return launch(*arguments)
 
 
 @_turn_gae.register_fake

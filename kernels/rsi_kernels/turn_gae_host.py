@@ -25,6 +25,7 @@ class Actions:
     starts: np.ndarray  # [B + 1] where each row begins in the flat input
     turns: np.ndarray  # [n] turn ids
     turn_first: np.ndarray  # [m] the first token of each turn
+    turn_length: np.ndarray  # [m] tokens of each turn
     row_turn: np.ndarray  # [B + 1] where each row's turns begin in turn_first
 
 
@@ -36,65 +37,75 @@ def turn_gae_host(
     starts = _row_starts(values, cu_seqlens, validate)
     lam, critic_lam = _per_row("lam", lam, validate), _per_row("critic_lam", critic_lam, validate)
     actions = _find_actions(action_mask, turn_ids, starts, validate)
-    advantages, returns = np.zeros(values.numel(), np.float32), np.zeros(values.numel(), np.float32)
-    # What an episode's end is worth to its last action token.
-    end = np.zeros(len(starts) - 1)
+    end = np.zeros(len(starts) - 1)  # what the end of a row is worth to its last action token
     if bootstrap_values is not None:
         end += gamma * _float64(bootstrap_values)
     if final_rewards is not None:
         end += _float64(final_rewards)
     on_token = None if token_rewards is None else _credit_tokens(_numpy(token_rewards), actions, validate)
     on_turn = None if turn_rewards is None else _credit_turns(_float64(turn_rewards), actions, validate)
-    n, m = len(actions.flat), len(actions.turn_first)
-    if n:
-        v = _numpy(values).take(actions.flat).astype(np.float64)
-        turn_length = np.diff(actions.turn_first, append=n)
+    v = _numpy(values).take(actions.flat).astype(np.float64)
+
+    def targets(boundary_lam):
         if token_gamma == 1 and token_lam == 1:
-            # Closed form: one target a turn. `earlier`: rewards of the turn that a token no longer gets.
-            v_unit, unit_first = v[actions.turn_first], actions.row_turn
-            reward = np.zeros(m) if on_turn is None else on_turn
-            earlier = None
-            if on_token is not None:
-                rest = _scan_back(on_token, None, actions.first)
-                rest_after = np.append(rest, 0.0)[actions.turn_first + turn_length]
-                rest_after[actions.row_turn[1:][np.diff(actions.row_turn) > 0] - 1] = 0.0
-                reward = reward + rest[actions.turn_first] - rest_after
-                earlier = np.repeat(rest[actions.turn_first], turn_length) - rest
-            discount, trace = np.full(m, gamma), None
-        else:
-            v_unit, unit_first = v, actions.first
-            reward = np.zeros(n) if on_token is None else on_token
-            if on_turn is not None:
-                reward[actions.turn_first + turn_length - 1] += on_turn
-            enters = np.zeros(n, bool)  # the next action token belongs to another turn
-            enters[actions.turn_first[1:] - 1] = True
-            discount, trace, earlier = np.where(enters, gamma, token_gamma), enters, None
+            return _targets_by_turn(actions, v, on_token, on_turn, end, gamma, boundary_lam)
+        return _targets_by_token(actions, v, on_token, on_turn, end, gamma, boundary_lam, token_gamma, token_lam)
 
-        def targets(boundary_lam):
-            """The return of every action token."""
-            if isinstance(boundary_lam, np.ndarray):
-                boundary_lam = np.repeat(boundary_lam, np.diff(unit_first))
-            unit_lam = boundary_lam if trace is None else np.where(trace, boundary_lam, token_lam)
-            p = np.zeros_like(v_unit)
-            p[:-1] = (discount * (1 - unit_lam))[:-1] * v_unit[1:]
-            has = np.diff(unit_first) > 0
-            p[unit_first[1:][has] - 1] = end[has]
-            g = _scan_back(p + reward, discount * unit_lam, unit_first)
-            if trace is None:
-                g = np.repeat(g, turn_length)
-            return g if earlier is None else g - earlier
+    target = targets(lam)
+    advantage = target - v
+    if turn_credit:
+        advantage = np.repeat(advantage[actions.turn_first], actions.turn_length)
 
-        target = targets(lam)
-        advantage = target - v
-        if turn_credit:
-            advantage = np.repeat(advantage[actions.turn_first], turn_length)
-        advantages[actions.flat] = advantage.astype(np.float32)
-        returns[actions.flat] = (target if critic_lam is None else targets(critic_lam)).astype(np.float32)
-    device = values.device
-    return (
-        torch.from_numpy(advantages).view(values.shape).to(device),
-        torch.from_numpy(returns).view(values.shape).to(device),
-    )
+    def scatter(x):
+        out = np.zeros(values.numel(), np.float32)
+        out[actions.flat] = x.astype(np.float32)
+        return torch.from_numpy(out).view(values.shape).to(values.device)
+
+    return scatter(advantage), scatter(target if critic_lam is None else targets(critic_lam))
+
+
+def _targets_by_turn(actions, v, on_token, on_turn, end, gamma, lam) -> np.ndarray:
+    """Closed form without token decay: one target a turn; its tokens lack the rewards that came before them."""
+    reward, earlier = np.zeros(len(actions.turn_first)) if on_turn is None else on_turn, None
+    if on_token is not None:
+        rest = _scan_back(on_token, None, actions.first)  # of the row's token rewards, from each token on
+        after_turn = np.append(rest, 0.0)[actions.turn_first + actions.turn_length]
+        after_turn[_last(actions.row_turn)] = 0.0
+        reward = reward + rest[actions.turn_first] - after_turn
+        earlier = np.repeat(rest[actions.turn_first], actions.turn_length) - rest
+    target = _recursion(v[actions.turn_first], reward, end, gamma, _to_units(lam, actions.row_turn), actions.row_turn)
+    target = np.repeat(target, actions.turn_length)
+    return target if earlier is None else target - earlier
+
+
+def _targets_by_token(actions, v, on_token, on_turn, end, gamma, lam, token_gamma, token_lam) -> np.ndarray:
+    reward = np.zeros(len(v)) if on_token is None else on_token.copy()
+    if on_turn is not None:
+        reward[actions.turn_first + actions.turn_length - 1] += on_turn
+    boundary = np.zeros(len(v), bool)  # the next action token belongs to another turn
+    boundary[actions.turn_first[1:] - 1] = True
+    discount = np.where(boundary, gamma, token_gamma)
+    trace = np.where(boundary, _to_units(lam, actions.first), token_lam)
+    return _recursion(v, reward, end, discount, trace, actions.first)
+
+
+def _recursion(v, reward, end, discount, lam, first) -> np.ndarray:
+    """G[i] = reward[i] + discount[i] * ((1 - lam[i]) * v[i + 1] + lam[i] * G[i + 1]); after a row's last unit: end."""
+    follows = np.zeros_like(v)
+    follows[:-1] = v[1:]
+    follows *= discount * (1 - lam)
+    follows[_last(first)] = end[np.diff(first) > 0]
+    return _scan_back(reward + follows, np.broadcast_to(discount * lam, v.shape), first)
+
+
+def _to_units(lam, first: np.ndarray):
+    """One number per row spread over the row's units (tokens or turns)."""
+    return np.repeat(lam, np.diff(first)) if isinstance(lam, np.ndarray) else lam
+
+
+def _last(first: np.ndarray) -> np.ndarray:
+    """The last unit of each row that has one; first: [B + 1] where the rows begin."""
+    return first[1:][np.diff(first) > 0] - 1
 
 
 def _scan_back(p: np.ndarray, q: np.ndarray | None, first: np.ndarray) -> np.ndarray:
@@ -104,27 +115,28 @@ def _scan_back(p: np.ndarray, q: np.ndarray | None, first: np.ndarray) -> np.nda
     blocks' totals, so the steps number 32 a level, and no quantity is ever divided by a decay.
     """
     length = np.diff(first)
-    num_blocks = -(-length // BLOCK)
-    block_first = np.concatenate([[0], np.cumsum(num_blocks)])
-    if block_first[-1] == 0:
+    width = min(BLOCK, length.max(initial=0))  # short rows need fewer steps, and get the same bits
+    if width == 0:
         return np.zeros(0)
-    place = np.arange(len(p)) + np.repeat(block_first[:-1] * BLOCK - first[:-1], length)
-    y = np.zeros(block_first[-1] * BLOCK)
+    num_blocks = -(-length // width)
+    block_first = np.concatenate([[0], np.cumsum(num_blocks)])
+    place = np.arange(len(p)) + np.repeat(block_first[:-1] * width - first[:-1], length)
+    y = np.zeros(block_first[-1] * width)
     y[place] = p
-    y = np.ascontiguousarray(y.reshape(-1, BLOCK).T)  # [BLOCK, blocks]: a step reads whole lines
+    y = np.ascontiguousarray(y.reshape(-1, width).T)  # [width, blocks]: a step reads whole lines
     if q is None:
         y = y[::-1].cumsum(axis=0)[::-1]
     else:
-        factor = np.ones(block_first[-1] * BLOCK)
+        factor = np.ones(block_first[-1] * width)
         factor[place] = q
-        factor = np.ascontiguousarray(factor.reshape(-1, BLOCK).T)
-        for i in range(BLOCK - 2, -1, -1):
+        factor = np.ascontiguousarray(factor.reshape(-1, width).T)
+        for i in range(width - 2, -1, -1):
             y[i] += factor[i] * y[i + 1]
             factor[i] *= factor[i + 1]
     if num_blocks.max() > 1:
         total = _scan_back(y[0].copy(), None if q is None else factor[0].copy(), block_first)
         carry = np.append(total[1:], 0.0)
-        carry[block_first[1:] - 1] = 0.0
+        carry[_last(block_first)] = 0.0
         y = y + (carry if q is None else factor * carry)
     return y.T.reshape(-1)[place]
 
@@ -174,29 +186,33 @@ def _find_actions(action_mask, turn_ids, starts, validate) -> Actions:
                  f"{turns[i - 1]} then {turns[i]} at row {row}, position {flat[i] - starts[row]}")  # fmt: skip
     opens[row_first] = True
     turn_first = np.flatnonzero(opens)
-    return Actions(mask, flat, first, starts, turns, turn_first, np.searchsorted(turn_first, first))
+    turn_length = np.diff(turn_first, append=len(flat))
+    return Actions(mask, flat, first, starts, turns, turn_first, turn_length, np.searchsorted(turn_first, first))
 
 
 def _credit_tokens(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray | None:
     """Rewards [N] moved to the action tokens [n]; None when all are zero."""
-    credit = rewards.take(actions.flat).astype(np.float64)
-    stray = np.flatnonzero((rewards != 0) & ~actions.mask)
-    if len(stray):
-        # Before a row's first action token nothing can own a reward; in rows without one it is dropped in silence.
+    stray = (rewards != 0) & ~actions.mask
+    if not stray.any():
+        credit = rewards.take(actions.flat).astype(np.float64)
+        return credit if credit.any() else None
+    if validate:
+        # In rows without an action token rewards are dropped in silence.
         has = np.diff(actions.first) > 0
-        lead_end = actions.starts[1:].copy()
+        lead_end = actions.starts[:-1].copy()
         lead_end[has] = actions.flat[actions.first[:-1][has]]
-        strays_in_row = np.diff(np.searchsorted(stray, actions.starts))
-        owned = stray >= np.repeat(lead_end, strays_in_row)
-        lost = stray[~owned & np.repeat(has, strays_in_row)]
-        if validate and len(lost):
+        at = np.flatnonzero(stray)
+        lost = at[at < np.repeat(lead_end, np.diff(np.searchsorted(at, actions.starts)))]
+        if len(lost):
             row = np.searchsorted(actions.starts, lost[0], "right") - 1
             fail("token_rewards", "no reward before a row's first action token, where no action can get it",
                  f"{rewards[lost[0]]} at row {row}, position {lost[0] - actions.starts[row]}")  # fmt: skip
-        stray = stray[owned]
-        owner = np.cumsum(actions.mask)[stray] - 1
-        credit += np.bincount(owner, rewards[stray], len(credit))
-    return credit if credit.any() else None
+    # One sum from each action token to the next; a row's begin is a cut too, and what stands before its first action
+    # token is left out. The zero at the end takes the cuts of empty rows.
+    n, num_rows = len(actions.flat), len(actions.starts) - 1
+    cuts = np.insert(actions.flat, actions.first[:-1], actions.starts[:-1])
+    sums = np.add.reduceat(np.append(rewards, np.float32(0)), cuts, dtype=np.float64)
+    return sums[np.arange(n) + np.repeat(np.arange(1, num_rows + 1), np.diff(actions.first))]
 
 
 def _credit_turns(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray | None:
@@ -215,7 +231,7 @@ def _credit_turns(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray
                  f"{rewards[row, k]} for turn {k} of row {row}")  # fmt: skip
     begin = ids + np.repeat(np.arange(num_rows) * num_ids, num_turns)
     end = np.append(begin[1:], 0)
-    end[actions.row_turn[1:][has] - 1] = (np.flatnonzero(has) + 1) * num_ids
+    end[_last(actions.row_turn)] = (np.flatnonzero(has) + 1) * num_ids
     if not len(begin):
         return None
     sums = np.add.reduceat(np.append(rewards.reshape(-1), 0.0), np.stack([begin, end], 1).reshape(-1))[::2]
