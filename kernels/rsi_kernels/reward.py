@@ -35,12 +35,11 @@ def _family_rewards(
             )
         if family_weights is not None and not ((family_weights >= 0) & family_weights.isfinite()).all():
             checks.fail("family_weights", "finite numbers of at least 0", family_weights.tolist())
-    present = (family >= 0) & ~unknown
     # One more slot at the end of each row takes what belongs to no family.
-    slot = torch.where(present, family, num_families).long()
+    slot = torch.where((family < 0) | unknown, num_families, family).long()
     zeros = torch.zeros((num_rows, num_families + 1), dtype=torch.float32, device=passed.device)
-    total = zeros.scatter_add(1, slot, present.float())[:, :num_families]
-    num_passed = zeros.scatter_add(1, slot, torch.where(present, passed.float(), 0.0))[:, :num_families]
+    total = zeros.scatter_add(1, slot, torch.ones_like(slot, dtype=torch.float32))[:, :num_families]
+    num_passed = zeros.scatter_add(1, slot, passed.float())[:, :num_families]
     fraction = torch.where(total > 0, num_passed / total, torch.nan)
     weights = torch.ones(num_families, device=passed.device) if family_weights is None else family_weights.float()
     weights = torch.where(total > 0, weights, 0.0)
