@@ -3,12 +3,14 @@
 import asyncio
 import re
 import time
+import zlib
 from dataclasses import dataclass
 
 import httpx
 
 from rsi_fast.rollout.server import MODEL_NAME
 
+NUM_POOLS = 16  # httpx looks through all connections of a pool for each request, so many small ones are faster
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 10.0
 HEALTH_FAILURES = 2  # in a row, then the server counts as dead
@@ -38,19 +40,23 @@ class VllmClient:
         self._stall_timeout_s = stall_timeout_s
         self._home: dict[str, str] = {}
         self._load = dict.fromkeys(urls, 0)  # sessions
-        self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(request_timeout_s),
-            # An idle connection is dropped here before the server drops it: a request on one that the server has just
-            # closed would be lost.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
-        )
+        self._pools = [
+            httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {api_key}"},
+                timeout=httpx.Timeout(request_timeout_s),
+                # An idle connection is dropped here before the server drops it: a request on one that the server has
+                # just closed would be lost.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            )
+            for _ in range(NUM_POOLS)
+        ]
 
     async def __aenter__(self) -> "VllmClient":
         return self
 
     async def __aexit__(self, *exception) -> None:
-        await self._http.aclose()
+        for pool in self._pools:
+            await pool.aclose()
 
     async def complete(
         self,
@@ -79,7 +85,8 @@ class VllmClient:
             "skip_special_tokens": False,
         }
         try:
-            reply = await self._http.post(f"{url}/v1/completions", json=body)
+            pool = self._pools[zlib.crc32(session.encode()) % NUM_POOLS]
+            reply = await pool.post(f"{url}/v1/completions", json=body)
         except httpx.HTTPError as error:
             raise ServerError(f"{url}: the request failed: {type(error).__name__} {error}".rstrip()) from error
         if reply.status_code != 200:
@@ -98,7 +105,7 @@ class VllmClient:
 
     async def _get(self, url: str, path: str) -> httpx.Response:
         try:
-            reply = await self._http.get(f"{url}{path}", timeout=HEALTH_TIMEOUT_S)
+            reply = await self._pools[0].get(f"{url}{path}", timeout=HEALTH_TIMEOUT_S)
             reply.raise_for_status()
         except httpx.HTTPError as error:
             raise ServerError(f"{url}{path}: {type(error).__name__} {error}".rstrip()) from error
