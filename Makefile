@@ -32,7 +32,8 @@ demo-base: setup
 	.venv/bin/python -m rsi_fast.demo.base --out models/demo-base
 
 test: setup
-	.venv/bin/python -m pytest -m "not faults"
+	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -m e2e
 
 test-faults: setup
 	.venv/bin/python -m pytest -m faults

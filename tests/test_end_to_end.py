@@ -1,9 +1,11 @@
 """One short whole run: vLLM, two ZeRO-3 ranks, weight sync, bashkit."""
 
 import json
+import subprocess
+import sys
 
 import pytest
-from live_runs import LiveRun
+from live_runs import ROOT, LiveRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
@@ -69,11 +71,6 @@ def test_a_second_call_finds_the_finished_run(finished):
 
 def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
     """`rsi-fast train --spool` repeats the run's training: the same metrics, no servers."""
-    import subprocess
-    import sys
-
-    from live_runs import ROOT
-
     run, _ = finished
     command = [sys.executable, "-m", "rsi_fast.cli", "train", str(run.file), "--spool", str(run.run_dir)]
     command += ["--set", f"run.dir={tmp_path / 'again'}"]
@@ -82,3 +79,16 @@ def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
     keys = ("sft/loss", "reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
     for mine, theirs in zip(run.lines(), again, strict=True):
         assert {k: mine[k] for k in keys if k in mine} == {k: theirs[k] for k in keys if k in theirs}
+
+
+def test_eval_scores_the_exported_model(finished):
+    """And with observations blanked, no kind of task that needs an output is solved."""
+    run, _ = finished
+    command = [sys.executable, "-m", "rsi_fast.cli", "eval", str(run.file), "--blank-observations"]
+    command += ["--model", str(run.run_dir / "models" / "ppo")]
+    done = subprocess.run(command, check=True, cwd=ROOT, timeout=150, capture_output=True, text=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["eval/n"] == 16
+    solved = {kind: successes for kind, (successes, _) in result["eval/by_kind"].items() if kind.startswith("look_")}
+    assert solved
+    assert not any(solved.values())

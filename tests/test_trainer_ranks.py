@@ -9,6 +9,8 @@ import trainer_runs
 
 from rsi_fast.trainer.checkpoint import latest_checkpoint
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
