@@ -180,9 +180,13 @@ class Launcher:
         message = f"{child.name} {how}"
         if words:
             message += ":\n" + "\n".join(f"  {name}: {text}" for name, text in words.items())
-        logs = [child.log]
-        if child.name == "trainer" and not words:
-            logs = sorted((self.run_dir / "logs").glob("trainer-*.log")) + logs
+        folder = self.run_dir / "logs"
+        if words:
+            logs = [folder / f"{name}.log" for name in words]
+        elif child.name == "trainer":
+            logs = [*sorted(folder.glob("trainer-*.log")), child.log]
+        else:
+            logs = [child.log]
         for log in logs[-2:]:
             message += f"\nlast lines of {log}:\n{last_lines(log)}"
         raise UserError(

@@ -69,10 +69,7 @@ class Child:
 
 def stop(children: list[Child]) -> None:
     """SIGTERM to every child, SIGKILL after the grace to what is left of their trees. Returns when none lives."""
-    below: list[psutil.Process] = []
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            below += psutil.Process(child.process.pid).children(recursive=True)
+    below = _trees(children)
     for child in children:
         if child.exit_code() is None:
             child.process.terminate()
@@ -89,6 +86,19 @@ def stop(children: list[Child]) -> None:
             child.process.kill()
             child.process.wait(timeout=5)
     psutil.wait_procs(alive, timeout=5)
+
+
+def _trees(children: list[Child]) -> list[psutil.Process]:
+    """All that the children started: by descent, and by session where a child has died before its own children."""
+    sessions = {child.process.pid for child in children}
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if process.pid in sessions:
+                found |= set(process.children(recursive=True))
+            elif os.getsid(process.pid) in sessions:
+                found.add(process)
+    return list(found)
 
 
 def last_lines(log: Path, count: int = 15) -> str:

@@ -35,6 +35,7 @@ agent = "plain"
 max_turns = 8
 max_turn_tokens = 32
 max_observation_tokens = 40
+max_concurrency = 6
 request_timeout_s = 40
 stall_timeout_s = 12
 round_timeout_s = 300
@@ -77,6 +78,7 @@ class LiveRun:
         self.mark = uuid.uuid4().hex  # every process of the run inherits it
         self.output = folder / "output.txt"
         self.process: subprocess.Popen | None = None
+        self.seen: set[psutil.Process] = set()
 
     def start(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "rsi_fast.cli", "run", str(self.file), *arguments]
@@ -95,15 +97,16 @@ class LiveRun:
         return code, self.output.read_text()
 
     def processes(self) -> list[psutil.Process]:
-        """What is left of the run, zombies apart."""
-        found = []
+        """What is left of the run, zombies apart. vLLM's engine overwrites its environment with its title, so
+        descendants count too, also those of processes that have ended since they were seen."""
         for process in psutil.process_iter():
             try:
-                if process.environ().get("RSI_TEST_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                if process.environ().get("RSI_TEST_MARK") == self.mark:
+                    self.seen |= {process, *process.children(recursive=True)}
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        self.seen = {process for process in self.seen if _runs(process)}
+        return list(self.seen)
 
     def find(self, *words: str) -> psutil.Process:
         """The first process of the run whose command line has all the words."""
@@ -137,3 +140,11 @@ class LiveRun:
             assert self.process.poll() is None, f"the run ended:\n{self.output.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.output.read_text()[-3000:]}"
             time.sleep(0.02)
+        self.processes()  # seen while their parents live
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -62,7 +62,7 @@ class Collector:
         finally:
             for job in (watch, *workers):
                 job.cancel()
-            await asyncio.gather(watch, *workers, return_exceptions=True)
+            await asyncio.gather(watch, everything, *workers, return_exceptions=True)
             progress.write()
 
     def _write(self, order: Order, index: int, trajectory: Trajectory) -> None:
