@@ -58,7 +58,8 @@ class Publisher:
             self.sender.connect()
             self.sender.check(actor.shapes())
             versions = {self.sender.version(url) for url in urls}
-            live = [versions.pop() if len(versions) == 1 else -1]
+            # A server that outlives its runs may hold another run's weights under the same number, or half an update.
+            live = [versions.pop() if len(versions) == 1 and not self.config.server.urls else -1]
         dist.broadcast_object_list(live, src=0)
         self.live = live[0]
 
