@@ -125,7 +125,3 @@ def main() -> None:
             "the same command goes on from the last checkpoint"
         )
         sys.exit(128 + stopped.number)
-
-
-if __name__ == "__main__":
-    main()

@@ -81,7 +81,7 @@ class LiveRun:
         self.seen: set[psutil.Process] = set()
 
     def start(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "rsi_fast.cli", "run", str(self.file), *arguments]
+        command = [sys.executable, "-m", "rsi_fast", "run", str(self.file), *arguments]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 command,

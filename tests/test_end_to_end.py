@@ -72,7 +72,7 @@ def test_a_second_call_finds_the_finished_run(finished):
 def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
     """`rsi-fast train --spool` repeats the run's training: the same metrics, no servers."""
     run, _ = finished
-    command = [sys.executable, "-m", "rsi_fast.cli", "train", str(run.file), "--spool", str(run.run_dir)]
+    command = [sys.executable, "-m", "rsi_fast", "train", str(run.file), "--spool", str(run.run_dir)]
     command += ["--set", f"run.dir={tmp_path / 'again'}"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=150)
     again = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
@@ -84,7 +84,7 @@ def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
 def test_eval_scores_the_exported_model(finished):
     """And with observations blanked, no kind of task that needs an output is solved."""
     run, _ = finished
-    command = [sys.executable, "-m", "rsi_fast.cli", "eval", str(run.file), "--blank-observations"]
+    command = [sys.executable, "-m", "rsi_fast", "eval", str(run.file), "--blank-observations"]
     command += ["--model", str(run.run_dir / "models" / "ppo")]
     done = subprocess.run(command, check=True, cwd=ROOT, timeout=150, capture_output=True, text=True)
     result = json.loads(done.stdout.splitlines()[-1])
