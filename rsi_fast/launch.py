@@ -171,7 +171,7 @@ class Launcher:
 
     def _explain(self, child: Child, code: int) -> None:
         time.sleep(1.0)  # what brought it down may be another process, which then has the better message
-        words = {p.stem: p.read_text() for p in sorted((self.run_dir / "logs").glob("*.error"))}
+        words = {p.read_text(): p.stem for p in sorted((self.run_dir / "logs").glob("*.error"), reverse=True)}
         how = (
             f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code < 0
@@ -179,20 +179,19 @@ class Launcher:
         )
         message = f"{child.name} {how}"
         if words:
-            message += ":\n" + "\n".join(f"  {name}: {text}" for name, text in words.items())
+            message += ":\n" + "\n".join(f"  {name}: {text}" for text, name in words.items())
         folder = self.run_dir / "logs"
         if words:
-            logs = [folder / f"{name}.log" for name in words]
+            logs = [folder / f"{name}.log" for name in words.values()]
         elif child.name == "trainer":
             logs = [*sorted(folder.glob("trainer-*.log")), child.log]
         else:
             logs = [child.log]
         for log in logs[-2:]:
-            message += f"\nlast lines of {log}:\n{last_lines(log)}"
-        raise UserError(
-            message
-            + "\nNothing finished is lost: `rsi-fast run` with the same config goes on from the last checkpoint."
-        )
+            lines = last_lines(log)
+            said = any(text in lines for text in words)
+            message += f"\nlog: {log}" if said else f"\nlast lines of {log}:\n{lines}"
+        raise UserError(message + "\nNothing finished is lost: the same command goes on from the last checkpoint.")
 
     def stop(self) -> None:
         stop(self.children)

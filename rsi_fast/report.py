@@ -65,7 +65,7 @@ def summarise(run_dir: Path) -> dict:
         ),
         "invalid": sum(line.get("rollout/invalid", 0) for line in lines),
         "truncated": sum(line.get("rollout/truncated", 0) for line in lines),
-        "finished": (Path(run_dir) / "summary.json").exists(),
+        "finished": (Path(run_dir) / "done.json").exists(),
     }
 
 

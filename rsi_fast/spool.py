@@ -117,17 +117,20 @@ class Spool:
 
     def give_order(self, order: Order) -> None:
         """Trainer side. Giving an order that already stands changes nothing, but it must be the same order."""
-        path = self.orders_dir / f"{order.name}.json"
-        if path.exists():
-            if Order.model_validate_json(path.read_text()) != order:
-                raise ValueError(f"order {order.name} in {self.orders_dir} differs from the one this run would give")
-            return
-        write_json_atomic(path, order.model_dump_json())
+        standing = self.find_order(order.name)
+        if standing is None:
+            write_json_atomic(self.orders_dir / f"{order.name}.json", order.model_dump_json())
+        elif standing != order:
+            raise ValueError(f"order {order.name} in {self.orders_dir} differs from the one this run would give")
 
     def orders(self, skip: frozenset[str] | set[str] = frozenset()) -> list[Order]:
         """All orders, oldest first, but those whose names are to be skipped."""
         paths = sorted(self.orders_dir.glob("[!.]*.json")) if self.orders_dir.is_dir() else []
         return [Order.model_validate_json(path.read_text()) for path in paths if path.stem not in skip]
+
+    def find_order(self, name: str) -> Order | None:
+        path = self.orders_dir / f"{name}.json"
+        return Order.model_validate_json(path.read_text()) if path.exists() else None
 
     def missing(self, order: Order) -> list[int]:
         """Indices of the order's attempts that have no trajectory yet."""

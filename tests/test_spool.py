@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory, Turn, write_json_atomic
 
 
@@ -75,6 +76,19 @@ def test_an_order_never_changes(tmp_path):
     spool.give_order(order())
     with pytest.raises(ValueError, match="differs from the one this run would give"):
         spool.give_order(order(tasks=4))
+
+
+def test_training_from_a_spool_takes_its_orders_as_they_are_and_names_what_lacks(tmp_path):
+    spool = Spool(tmp_path)
+    given = order("02-ppo-0000", tasks=2)
+    spool.give_order(given)
+    spool.write(given, 1, trajectory([1, 2]))
+    with pytest.raises(UserError, match="lacks 1 of 2 trajectories of 02-ppo-0000"):
+        read_from(spool, "02-ppo-0000")
+    spool.write(given, 0, trajectory([3]))
+    assert [t.token_ids for t in read_from(spool, "02-ppo-0000")] == [[3], [1, 2]]
+    with pytest.raises(UserError, match="lacks the order 02-ppo-0001"):
+        read_from(spool, "02-ppo-0001")
 
 
 def test_lists_of_different_length_are_refused():

@@ -123,7 +123,7 @@ class Trainer:
         order = rollouts.eval_order(
             self.config, stage_number, name, self.task_names["heldout"], self.state.weight_version
         )
-        if self.publisher is None and self.spool.missing(order):
+        if self.publisher is None and self.spool.find_order(order.name) is None:
             return
         self.watch = Stopwatch()
         if self.publisher is not None:
@@ -184,12 +184,12 @@ class Trainer:
     # ---- rollouts and weights
 
     def _collect(self, order: Order) -> list[Trajectory]:
-        if self.publisher is not None:
-            self.publisher.ensure(self.actor, self.state.weight_version)
+        if self.publisher is None:
+            return rollouts.read_from(self.spool, order.name)
+        self.publisher.ensure(self.actor, self.state.weight_version)
         if self.rank == 0:
             self.spool.give_order(order)
-        timeout_s = self.config.rollout.round_timeout_s
-        return rollouts.wait_for(self.spool, order, timeout_s, collector_runs=self.publisher is not None)
+        return rollouts.wait_for(self.spool, order, self.config.rollout.round_timeout_s)
 
     def _publish(self) -> dict:
         """The actor changed: a new weight version, live in every server when this returns."""

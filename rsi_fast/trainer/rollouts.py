@@ -60,21 +60,29 @@ def _shuffled(names: tuple[str, ...], seed: int) -> list[str]:
     return _laps[key]
 
 
-def wait_for(spool: Spool, order: Order, timeout_s: float, collector_runs: bool) -> list[Trajectory]:
+def wait_for(spool: Spool, order: Order, timeout_s: float) -> list[Trajectory]:
     """Blocks until the order's trajectories are all there."""
     deadline = time.monotonic() + timeout_s
     while missing := spool.missing(order):
-        if not collector_runs:
-            raise UserError(
-                f"the spool {spool.spool_dir} lacks {len(missing)} of {len(order.tasks)} trajectories of {order.name}, "
-                "and `rsi-fast train` collects none: use `rsi-fast run`, or ask for fewer rounds (--set stages...)"
-            )
         if time.monotonic() > deadline:
             raise UserError(
                 f"{len(missing)} of {len(order.tasks)} trajectories of {order.name} were still missing after "
                 f"rollout.round_timeout_s = {timeout_s:g} s; see logs/collector.log, or raise the limit"
             )
         time.sleep(POLL_S)
+    return spool.read(order)
+
+
+def read_from(spool: Spool, order_name: str) -> list[Trajectory]:
+    """The trajectories of an order that someone else gave, of whatever size and weights."""
+    order = spool.find_order(order_name)
+    missing = spool.missing(order) if order else []
+    if order is None or missing:
+        lack = f"{len(missing)} of {len(order.tasks)} trajectories of" if order else "the order"
+        raise UserError(
+            f"the spool {spool.spool_dir.resolve()} lacks {lack} {order_name}, and `rsi-fast train` collects none: "
+            "collect more, or give the run file the stages and rounds that the spool holds"
+        )
     return spool.read(order)
 
 

@@ -65,8 +65,9 @@ def score_tokens(samples: list[Sample], actor: Engine, critic: Engine, config: C
     if not difference <= bound:
         raise UserError(
             f"the trainer's log-probs differ from vLLM's by {difference:.4g} on average, beyond "
-            f"trainer.max_logprob_abs_diff = {bound:g}: they no longer run the same weights, or the server's sampling "
-            "settings changed. Look at the last weight sync in logs/, or raise the bound for low precision."
+            f"trainer.max_logprob_abs_diff = {bound:g}: they do not run the same weights, or the server's sampling "
+            "settings changed. Look at the last weight sync in logs/, or raise the bound for low precision. A spool "
+            "that `rsi-fast collect` filled is for the model it was collected with, before any other stage."
         )
     return {
         "rollout/logprob_abs_diff": difference,
