@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory, Turn, write_json_atomic
+from rsi_fast.trainer.rollouts import read_from
 
 
 def order(name: str = "01-ppo-0000", tasks: int = 3) -> Order:
@@ -80,12 +81,12 @@ def test_an_order_never_changes(tmp_path):
 
 def test_training_from_a_spool_takes_its_orders_as_they_are_and_names_what_lacks(tmp_path):
     spool = Spool(tmp_path)
-    given = order("02-ppo-0000", tasks=2)
-    spool.give_order(given)
-    spool.write(given, 1, trajectory([1, 2]))
+    standing = order("02-ppo-0000", tasks=2)
+    spool.give_order(standing)
+    spool.write(standing, 1, trajectory([1, 2]))
     with pytest.raises(UserError, match="lacks 1 of 2 trajectories of 02-ppo-0000"):
         read_from(spool, "02-ppo-0000")
-    spool.write(given, 0, trajectory([3]))
+    spool.write(standing, 0, trajectory([3]))
     assert [t.token_ids for t in read_from(spool, "02-ppo-0000")] == [[3], [1, 2]]
     with pytest.raises(UserError, match="lacks the order 02-ppo-0001"):
         read_from(spool, "02-ppo-0001")
