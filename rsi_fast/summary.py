@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from itertools import zip_longest
 from pathlib import Path
 
 from rsi_fast.config import load_config
@@ -59,27 +60,30 @@ def _stage(stage, lines: list[dict]) -> dict:
 
 def _examples(config, run_dir: Path, count: int = 3) -> list[dict]:
     """The same held-out tasks before and after: of those that the last evaluation solved and the one before did not,
-    the first of different kinds. Empty when there are not two evaluations."""
+    the first of different kinds, in turn one whose solution read an output and one that needed none. Empty when there
+    are not two evaluations."""
     spool = Spool(run_dir)
     evaluations = [order for order in spool.orders() if order.task_set == "heldout"]
     if len(evaluations) < 2:
         return []
-    before, after = (spool.read(order) for order in evaluations[-2:])
+    first_of_kind: dict[str, tuple[Trajectory, Trajectory]] = {}
+    for old, new in zip(*(spool.read(order) for order in evaluations[-2:]), strict=True):
+        if new.success and not old.success:
+            first_of_kind.setdefault(new.task.rpartition("-")[0], (old, new))
+    pairs = list(first_of_kind.values())
+    reading = [pair for pair in pairs if any(turn.observation for turn in pair[1].turns)]
+    others = [pair for pair in pairs if pair not in reading]
+    chosen = [pair for both in zip_longest(reading, others) for pair in both if pair][:count]
     tasks = load_task_set(config.tasks.heldout, config.run.seed, run_dir)
-    examples, kinds = [], set()
-    for old, new in zip(before, after, strict=True):
-        kind = new.task.rpartition("-")[0]
-        if new.success and not old.success and kind not in kinds and len(examples) < count:
-            kinds.add(kind)
-            examples.append(
-                {
-                    "task": new.task,
-                    "instruction": tasks[new.task].instruction.strip(),
-                    "before": transcript(old),
-                    "after": transcript(new),
-                }
-            )
-    return examples
+    return [
+        {
+            "task": new.task,
+            "instruction": tasks[new.task].instruction.strip(),
+            "before": transcript(old),
+            "after": transcript(new),
+        }
+        for old, new in chosen
+    ]
 
 
 def transcript(trajectory: Trajectory) -> str:
