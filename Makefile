@@ -19,6 +19,7 @@ setup: $(STAMP)
 # Bytecode is compiled here, since some machines forbid writing it later, and without it vLLM takes 30 s to import.
 $(STAMP): $(LOCK) pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; install one, or name it: make setup PYTHON=/path/to/python"; exit 1; }
+	@echo "building .venv from $(LOCK); this takes a minute or two"
 	rm -f .venv/.*-is-built
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	test -x "$(UV)" || command -v uv >/dev/null || .venv/bin/python -m pip install --quiet uv

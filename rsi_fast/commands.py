@@ -20,14 +20,12 @@ from rsi_fast.spool import Order, Spool
 @contextmanager
 def servers_running(config: Config, console: Console):
     """Yields (launcher, urls) with every server ready; ends them."""
-    from rsi_fast.rollout.server import wait_ready
-
     launcher = Launcher(config, console)
     try:
         with signals_raise():
             urls = launcher.start_servers()
             console.print(f"waiting for {len(urls)} vLLM server(s); logs in {config.run.dir / 'logs'}")
-            wait_ready(urls, launcher.api_key, config.server.start_timeout_s, check=launcher.check)
+            launcher.wait_for_servers(urls)
             yield launcher, urls
     finally:
         launcher.stop()

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from rsi_fast.config import Config
 from rsi_fast.errors import UserError
+from rsi_fast.tasks import load_task_set
 
 MIN_FREE_DISK_BYTES = 2 * 2**30
 
@@ -101,8 +102,11 @@ def run_findings(config: Config) -> list[Finding]:
     for which in ("train", "heldout"):
         tasks = getattr(config.tasks, which)
         if tasks and tasks.path:
-            there = tasks.path.is_dir() and any(tasks.path.iterdir())
-            found.append(Finding(f"tasks.{which}", there, str(tasks.path), "expected a folder of Harbor tasks"))
+            try:
+                count = len(load_task_set(tasks, config.run.seed, config.run.dir))
+                found.append(Finding(f"tasks.{which}", True, f"{count} in {tasks.path}"))
+            except UserError as error:
+                found.append(Finding(f"tasks.{which}", False, str(tasks.path), str(error)))
     for stage in config.stages:
         if isinstance(stage.demonstrations, Path):
             there = stage.demonstrations.is_dir()

@@ -18,7 +18,7 @@ from rsi_fast.config import Config, load_config
 from rsi_fast.doctor import check_can_start
 from rsi_fast.errors import UserError
 from rsi_fast.processes import Child, last_lines, signals_raise, stop
-from rsi_fast.progress import RunProgress
+from rsi_fast.progress import RunProgress, waiting
 from rsi_fast.spool import write_json_atomic
 
 POLL_S = 0.25
@@ -158,6 +158,13 @@ class Launcher:
             urls.append(url)
         return urls
 
+    def wait_for_servers(self, urls: list[str]) -> None:
+        from rsi_fast.rollout.server import wait_ready
+
+        limit = self.config.server.start_timeout_s
+        with waiting(self.console, f"vLLM starts (at most {limit:g} s)"):
+            wait_ready(urls, self.api_key, limit, check=self.check)
+
     def start_collector(self) -> Child:
         env = {"RSI_FAST_API_KEY": self.api_key, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return self.start("collector", [sys.executable, "-m", "rsi_fast.rollout.collector", str(self.run_dir)], env)
@@ -199,7 +206,6 @@ class Launcher:
 
 def run(config: Config, console: Console, rotate: bool = False) -> dict:
     """The whole run. Returns the summary."""
-    from rsi_fast.rollout.server import wait_ready
     from rsi_fast.summary import write_summary
 
     started = time.time()
@@ -217,7 +223,7 @@ def run(config: Config, console: Console, rotate: bool = False) -> dict:
                 urls = launcher.start_servers()
                 where = f"logs in {run_dir / 'logs'}"
                 console.print(f"{len(urls)} vLLM server(s), {config.trainer.num_ranks} trainer rank(s); {where}")
-                wait_ready(urls, launcher.api_key, config.server.start_timeout_s, check=launcher.check)
+                launcher.wait_for_servers(urls)
                 ledger["serve_start"] = time.time() - started - ledger["setup"]
                 write_json_atomic(run_dir / "servers.json", json.dumps({"urls": urls}))
                 launcher.start_collector()

@@ -24,6 +24,15 @@ SHOWN = (
 )
 
 
+def waiting(console: Console, text: str) -> Progress:
+    """A context that shows how long something without a known end has taken; nothing where there is no terminal."""
+    bar = Progress(
+        TextColumn(text), TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    )
+    bar.add_task(text, total=None)
+    return bar
+
+
 class RunProgress:
     """Follows metrics.jsonl and collect.json of a run."""
 

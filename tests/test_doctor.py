@@ -98,6 +98,13 @@ def test_missing_tasks_and_demonstrations(tmp_path):
     assert "demonstrations of sft" in str(caught.value)
 
 
+def test_a_broken_task_is_named_with_its_file(tmp_path):
+    (tmp_path / "task-1").mkdir()
+    (tmp_path / "task-1" / "task.toml").write_text('version = "1.0"\n[verifier]\ntimeout_sec = "soon"\n')
+    with pytest.raises(UserError, match=r"tasks.heldout: .*task-1/task.toml: verifier.timeout_sec"):
+        check_can_start(demo("tasks.heldout={path='" + str(tmp_path) + "'}"))
+
+
 def test_the_command_says_no_with_its_exit_code(tmp_path):
     command = [sys.executable, "-m", "rsi_fast", "doctor", "--for", str(DEMO), "--set", f"model.path={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ)
