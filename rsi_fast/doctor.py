@@ -113,6 +113,10 @@ def run_findings(config: Config) -> list[Finding]:
             found.append(
                 Finding(f"demonstrations of {stage.label}", there, str(stage.demonstrations), "no such folder")
             )
+    if config.server.urls:
+        remedy = "the servers of server.urls have a key of their own: put it into this environment variable"
+        has_key = bool(os.environ.get("RSI_FAST_API_KEY"))
+        found.append(Finding("RSI_FAST_API_KEY", has_key, "set" if has_key else "not set", remedy))
     if config.server.port is not None:
         for i in range(config.server.num_servers):
             port = config.server.port + i
@@ -133,8 +137,19 @@ def _model_folder(folder: Path) -> Finding:
         missing += [shard for shard in shards if not (folder / shard).is_file()]
     elif not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
-    remedy = f"{folder} lacks {', '.join(missing)}: expected a whole Hugging Face model folder (model.path)"
-    return Finding("model folder", not missing, str(folder), remedy)
+    if missing:
+        remedy = f"{folder} lacks {', '.join(missing)}: expected a whole Hugging Face model folder (model.path)"
+        return Finding("model folder", False, str(folder), remedy)
+    if installed("safetensors"):
+        from safetensors import SafetensorError, safe_open
+
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="np"):
+                    pass  # the header is checked against the size of the file
+            except SafetensorError as error:
+                return Finding("model folder", False, str(folder), f"{path} is cut or damaged ({error}); get it again")
+    return Finding("model folder", True, str(folder))
 
 
 def _port_is_free(port: int) -> bool:

@@ -57,10 +57,14 @@ def run_directory(config: Config, rotate: bool = False):
                 f"{run_dir} holds a run with another config ({saved}). Give this one another folder "
                 "(--set run.dir=...), or move the old one aside with --rotate."
             )
-    elif run_dir.exists() and any(run_dir.iterdir()):
+    elif run_dir.is_dir() and any(run_dir.iterdir()):
         raise UserError(f"{run_dir} is not empty and is not a run directory; choose another run.dir")
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as lock:
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{run_dir} cannot be made or written to ({error.strerror}); choose another run.dir") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from rsi_fast.config import load_config
 from rsi_fast.doctor import check_can_start, num_gpus, run_doctor
 from rsi_fast.errors import UserError
+from rsi_fast.launch import run_directory
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "configs" / "demo.toml"
@@ -76,6 +78,36 @@ def test_a_model_folder_without_all_its_weights(tmp_path):
         check_can_start(demo(f"model.path={tmp_path}"))
     with pytest.raises(UserError, match="lacks config.json, tokenizer.json"):
         check_can_start(demo(f"model.path={tmp_path / 'none'}"))
+
+
+def test_a_weight_file_that_was_cut(tmp_path):
+    shutil.copytree(ROOT / "models" / "demo-base", tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="model.safetensors is cut or damaged"):
+        check_can_start(demo(f"model.path={tmp_path}"))
+
+
+def test_servers_elsewhere_need_their_key(monkeypatch):
+    monkeypatch.delenv("RSI_FAST_API_KEY", raising=False)
+    with pytest.raises(UserError, match="RSI_FAST_API_KEY: not set"):
+        check_can_start(demo("server.urls=['http://127.0.0.1:9']"))
+    monkeypatch.setenv("RSI_FAST_API_KEY", "key")
+    check_can_start(demo("server.urls=['http://127.0.0.1:9']"))
+
+
+def test_a_run_directory_that_cannot_be_one(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="file cannot be made or written to"),
+        run_directory(demo(f"run.dir={tmp_path / 'file'}")),
+    ):
+        pass
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not a run directory"), run_directory(demo(f"run.dir={tmp_path / 'full'}")):
+        pass
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
 
 
 def test_a_port_in_use():
