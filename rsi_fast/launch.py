@@ -130,6 +130,8 @@ class Launcher:
 
     def start_trainer(self, offline: bool) -> Child:
         config = self.config
+        if checkpoints := sorted((self.run_dir / "checkpoints").glob("step-*")):
+            self.console.print(f"going on from {checkpoints[-1]}", soft_wrap=True)
         command = [
             sys.executable,
             "-m",

@@ -1,6 +1,7 @@
 """What a run is doing, for a person: bars on a terminal, plain lines elsewhere."""
 
 import json
+import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -39,6 +40,7 @@ class RunProgress:
     def __init__(self, config: Config, console: Console):
         self.config, self.console = config, console
         self.run_dir = config.run.dir
+        self.started = time.time()
         self.offset = 0
         self.bars = Progress(
             TextColumn("{task.description:<22}"),
@@ -64,7 +66,8 @@ class RunProgress:
 
     def update(self) -> None:
         for line in self._new_lines():
-            if line["kind"] != "sft" or line["round"] % 20 == 0:
+            new = line["time"] >= self.started  # a resumed run has lines of earlier starts
+            if new and (line["kind"] != "sft" or line["round"] % 20 == 0):
                 self.console.print(describe(line), highlight=False, markup=False, soft_wrap=True)
             self.bars.update(self.plan, completed=self._done(line))
         state = read_json(self.run_dir / "collect.json")

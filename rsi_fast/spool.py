@@ -11,9 +11,13 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from rsi_fast.errors import UserError
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 FINISH_REASONS = (
     "submit",  # the agent said it is done
@@ -126,11 +130,11 @@ class Spool:
     def orders(self, skip: frozenset[str] | set[str] = frozenset()) -> list[Order]:
         """All orders, oldest first, but those whose names are to be skipped."""
         paths = sorted(self.orders_dir.glob("[!.]*.json")) if self.orders_dir.is_dir() else []
-        return [Order.model_validate_json(path.read_text()) for path in paths if path.stem not in skip]
+        return [_read(Order, path) for path in paths if path.stem not in skip]
 
     def find_order(self, name: str) -> Order | None:
         path = self.orders_dir / f"{name}.json"
-        return Order.model_validate_json(path.read_text()) if path.exists() else None
+        return _read(Order, path) if path.exists() else None
 
     def missing(self, order: Order) -> list[int]:
         """Indices of the order's attempts that have no trajectory yet."""
@@ -144,12 +148,25 @@ class Spool:
     def read(self, order: Order) -> list[Trajectory]:
         """The trajectories of a finished order, by index. Raises FileNotFoundError for a missing one."""
         folder = self.spool_dir / order.name
-        return [Trajectory.model_validate_json((folder / f"{i:05d}.json").read_text()) for i in range(len(order.tasks))]
+        return [_read(Trajectory, folder / f"{i:05d}.json") for i in range(len(order.tasks))]
 
 
 def read_folder(folder: Path) -> list[Trajectory]:
     """Every trajectory of a folder (demonstrations, say), by file name."""
-    return [Trajectory.model_validate_json(p.read_text()) for p in sorted(Path(folder).rglob("[!.]*.json"))]
+    return [_read(Trajectory, path) for path in sorted(Path(folder).rglob("[!.]*.json"))]
+
+
+def _read(model: type[AnyModel], path: Path) -> AnyModel:
+    """Raises UserError that names the file when it is not what it should be."""
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is damaged: {where}{': ' if where else ''}{first['msg']}. Remove it, and an attempt is collected "
+            "again, an order given again; or get the file anew"
+        ) from None
 
 
 def read_json(path: Path) -> dict | None:

@@ -92,6 +92,17 @@ def test_training_from_a_spool_takes_its_orders_as_they_are_and_names_what_lacks
         read_from(spool, "02-ppo-0001")
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"id": "x/0", "ta', b"\xff\xfe", b"{}"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    spool = Spool(tmp_path)
+    standing = order(tasks=1)
+    spool.write(standing, 0, trajectory([1]))
+    [path] = spool.spool_dir.rglob("*.json")
+    path.write_bytes(damage)
+    with pytest.raises(UserError, match=f"{path} is damaged"):
+        spool.read(standing)
+
+
 def test_lists_of_different_length_are_refused():
     """Trap 22: log-probs that do not match the ids."""
     with pytest.raises(ValueError, match="lists of different length"):

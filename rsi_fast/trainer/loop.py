@@ -3,12 +3,14 @@ critic step, actor step, sync, log, checkpoint."""
 
 import json
 import time
+import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rsi_fast.config import Config, Stage
+from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory, write_json_atomic
 from rsi_fast.trainer import metrics as metrics_log
 from rsi_fast.trainer import rollouts, update
@@ -224,9 +226,16 @@ class Trainer:
 
     def _resume(self) -> None:
         if checkpoint := latest_checkpoint(self.run_dir):
-            self.state = load_state(checkpoint)
-            if self.state.critic_from:
-                self._make_critic()
-            load_engines(checkpoint, self._engines())
+            try:
+                self.state = load_state(checkpoint)
+                if self.state.critic_from:
+                    self._make_critic()
+                load_engines(checkpoint, self._engines())
+            except Exception as error:
+                traceback.print_exc()
+                raise UserError(
+                    f"the checkpoint {checkpoint} could not be loaded ({type(error).__name__}: {error}). If it is "
+                    "damaged, move it aside: the run then goes on from the one before, or from its start"
+                ) from error
         if self.rank == 0:
             metrics_log.drop_after(self.run_dir / "metrics.jsonl", self.state.step)
