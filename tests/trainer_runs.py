@@ -136,6 +136,7 @@ def make_run(folder: Path, num_ranks: int, micro_batch_tokens: int = 64) -> Conf
     spool = Spool(folder)
     for stage, round_, version in ((2, 0, 1), (3, 0, 1), (3, 1, 2)):
         order = rollouts.training_order(config, stage, round_, names, version)
+        spool.give_order(order)
         rng = random.Random(order.name)
         for i, task in enumerate(order.tasks):
             spool.write(order, i, trajectory(f"{order.name}/{i}", rng, task, num_turns=rng.randint(1, 3)))
