@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from rsi_fast.progress import RunProgress, waiting
 from rsi_fast.spool import write_json_atomic
 
 POLL_S = 0.25
+FULL_DISK_BYTES = 2**20
 VERSIONED = [
     "rsi-fast",
     "torch",
@@ -185,6 +187,7 @@ class Launcher:
     def _explain(self, child: Child, code: int) -> None:
         time.sleep(1.0)  # what brought it down may be another process, which then has the better message
         words = {p.read_text(): p.stem for p in sorted((self.run_dir / "logs").glob("*.error"), reverse=True)}
+        words.pop("", None)  # of a full disk
         how = (
             f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code < 0
@@ -204,6 +207,8 @@ class Launcher:
             lines = last_lines(log)
             said = any(text in lines for text in words)
             message += f"\nlog: {log}" if said else f"\nlast lines of {log}:\n{lines}"
+        if shutil.disk_usage(self.run_dir).free < FULL_DISK_BYTES:  # then the logs may lack their end
+            message += f"\nNo space left on device, where {self.run_dir} is: make room, then start again."
         raise UserError(message + "\nNothing finished is lost: the same command goes on from the last checkpoint.")
 
     def stop(self) -> None:
