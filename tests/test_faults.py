@@ -20,7 +20,7 @@ def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     if os.geteuid() == 0:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "tmpfs", str(folder)], check=True)
-    run = LiveRun(folder, ppo_rounds=14)
+    run = LiveRun(folder, ppo_rounds=12)
     yield run
     for process in run.processes():
         process.kill()
@@ -132,4 +132,4 @@ def test_after_all_that_the_run_ends_well(live):
     assert code == 0, output[-3000:]
     assert live.processes() == []
     assert [line["step"] for line in live.lines()] == list(range(1, len(live.lines()) + 1))
-    assert live.rounds() == 14
+    assert live.rounds() == 12
