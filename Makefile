@@ -34,7 +34,7 @@ demo-base: setup
 	.venv/bin/python -m rsi_fast.demo.base --out models/demo-base
 
 test: setup
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2
 	.venv/bin/python -m pytest -m e2e
 
 test-faults: setup
