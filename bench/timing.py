@@ -1,4 +1,8 @@
-"""Best time of interleaved calls on one thread, peak memory above what was there before, and the machine's ceilings."""
+"""Best time of interleaved calls on one thread, peak memory above what was there before, and the machine's ceilings.
+
+Times are CPU time of the process, user and system: on an idle machine the same as the clock's with one thread, and on a
+shared one free of what other processes take.
+"""
 
 import ctypes
 import ctypes.util
@@ -9,7 +13,7 @@ import torch
 
 REPEATS = 5  # at least
 QUICK_S = 1.0  # a quick contestant is called on until its calls took this long together
-PATIENCE_S = 25.0  # a contestant that would need longer for REPEATS calls gets as many as fit, and the record says so
+PATIENCE_S = 15.0  # a contestant that would need longer for REPEATS calls gets as many as fit, and the record says so
 MiB = 2**20
 
 
@@ -35,9 +39,9 @@ def _planned(first_s: float) -> int:
 
 
 def timed(function) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     function()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def measured(function) -> tuple:
@@ -52,9 +56,9 @@ def measured(function) -> tuple:
         before = _status_bytes("VmRSS")
     except OSError:
         before = float("nan")
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = function()
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return result, seconds, (_status_bytes("VmHWM") - before) / MiB if before == before else before
 
 
