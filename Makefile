@@ -38,7 +38,7 @@ $(BENCH_STAMP): requirements/bench.txt pyproject.toml
 	rm -f $@
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	command -v uv >/dev/null || test -x .venv-bench/bin/uv || .venv-bench/bin/python -m pip install --quiet uv
-	UV=$$(command -v uv || echo .venv-bench/bin/uv); $$UV pip install --quiet --compile-bytecode \
+	@UV=$$(command -v uv || echo .venv-bench/bin/uv); $$UV pip install --quiet --compile-bytecode \
 	  --python .venv-bench/bin/python --no-deps $(LINKS) $(BENCH_BACKEND) -r requirements/bench.txt && \
 	$$UV pip install --quiet --python .venv-bench/bin/python --no-deps $(LINKS) --no-build-isolation -e .
 	touch $@
