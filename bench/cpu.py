@@ -1,0 +1,257 @@
+"""`python -m bench.cpu`: operations beside their rivals on one CPU thread. Prints a table, writes results/cpu.json."""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from . import inputs, timing
+from .rivals import OURS, RIVALS, Rival, Unavailable
+
+RESULTS = Path(__file__).parent / "results" / "cpu.json"
+FULL = dict(gae=[(64, 4096), (16, 32768)], logits=(2048, 32768), linear=(2048, 1024, 32768), families=(4096, 256))
+TINY = dict(gae=[(2, 2048)], logits=(1024, 64), linear=(1024, 16, 64), families=(32, 16))
+
+
+@dataclass(frozen=True)
+class Case:
+    """work: bytes (or floating-point operations) of the op at its least, as README.md has the formulas."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mode: str  # "fwd" without gradient, or "fwd_bwd"
+    make: Callable
+    work: Callable[[SimpleNamespace], float]
+    unit: str = "gb_s"
+
+    @property
+    def key(self) -> dict:
+        shape = "x".join(map(str, self.shape))
+        return dict(op=self.op, shape=shape, dtype=str(self.dtype).removeprefix("torch."), mode=self.mode)
+
+
+def cases(sizes: dict) -> Iterator[Case]:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for shape in sizes["gae"]:
+        make = partial(inputs.gae, *shape)
+        yield Case("turn_gae", shape, fp32, "fwd", make, lambda x: 13 * x.mask.numel() + 12 * x.mask.sum())
+
+    def logits(op, dtype, mode, make):
+        passes = 3 if mode == "fwd_bwd" else 1
+        work = lambda x: passes * x.mask.sum() * x.logits.shape[-1] * x.logits.element_size()  # noqa: E731
+        return Case(op, sizes["logits"], dtype, mode, make, work)
+
+    def linear(op, dtype, mode, make, num_products):
+        work = lambda x: 2 * num_products * x.mask.sum() * x.weight.numel()  # noqa: E731
+        return Case(op, sizes["linear"], dtype, mode, make, work, "gflop_s")
+
+    families = partial(inputs.families, *sizes["families"])
+    yield Case("family_rewards", sizes["families"], fp32, "fwd", families, lambda x: 5 * x.family.numel())
+    # bf16 products come last: where the CPU has no instruction for them, a call takes minutes.
+    for dtype in (fp32, bf16):
+        products = partial(inputs.linear, *sizes["linear"], dtype)
+        if dtype == fp32:
+            yield linear("linear_token_logprobs", dtype, "fwd", products, 1)
+            yield linear("linear_ppo_loss", dtype, "fwd_bwd", products, 3)
+        all_tokens = partial(inputs.logits, *sizes["logits"], dtype, False)
+        yield logits("token_logprobs", dtype, "fwd", all_tokens)
+        yield logits("token_logprobs", dtype, "fwd_bwd", all_tokens)
+        yield logits("token_logprobs_entropy", dtype, "fwd", all_tokens)
+        yield logits("token_logprobs_masked", dtype, "fwd", partial(inputs.logits, *sizes["logits"], dtype, True))
+        if dtype == bf16:
+            yield linear("linear_ppo_loss", dtype, "fwd_bwd", products, 3)
+
+
+def run_case(case: Case, x: SimpleNamespace, ceilings: dict, skip_compiled: bool, deadline: float) -> list[dict]:
+    """One record a rival. All contestants answer before any is timed."""
+    calls, first_s, errors, reasons, versions, peaks = {}, {}, {}, {}, {}, {}
+    for rival in [OURS[case.op], *RIVALS[case.op]]:
+        name, is_ours = rival.name, rival is OURS[case.op]
+        try:
+            versions[name] = rival.version()
+            if skip_compiled and rival.compiles:
+                raise Unavailable("compiles; left out of the tiny form")
+            if time.monotonic() > deadline and not is_ours:
+                raise Unavailable("out of time")
+            calls[name] = partial(call, rival.load(), x, case.mode)
+            answer, first_s[name], peaks[name] = timing.measured(calls[name])
+            is_quick = first_s[name] < (timing.PATIENCE_S if rival.compiles else timing.QUICK_S)
+            if is_ours or is_quick:
+                _, first_s[name], peaks[name] = timing.measured(calls[name])  # without what happens only once
+            errors[name], problem = check(answer, rival, x, case)
+            if problem:
+                reasons[name] = problem
+            del answer
+        except Exception as e:  # that a rival fails is a result
+            if is_ours:
+                raise
+            calls.pop(name, None)
+            reasons[name] = str(e).splitlines()[0] if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"[:200]
+    best = timing.interleaved(calls, first_s)
+    ours = OURS[case.op].name
+    ours_s, work = best[ours][0], float(case.work(x))
+    rate = work / ours_s / 1e9
+    ceiling = ceilings["copy_gb_s" if case.unit == "gb_s" else "matmul_gflop_s"]
+    records = []
+    for rival in RIVALS[case.op]:
+        rival_s, runs = best.get(rival.name, (None, 0))
+        right = rival_s is not None and not {ours, rival.name} & reasons.keys()
+        records.append(
+            case.key
+            | dict(
+                rival=rival.name,
+                rival_version=versions.get(rival.name),
+                ours_ms=1e3 * ours_s,
+                rival_ms=None if rival_s is None else 1e3 * rival_s,
+                ratio=rival_s / ours_s if right else None,
+                reason=reasons.get(ours, reasons.get(rival.name)),
+                ours_error=errors.get(ours),
+                rival_error=errors.get(rival.name),
+                runs=runs,
+            )
+            | {case.unit: rate}
+            | dict(
+                percent_of_ceiling=100 * rate / ceiling,
+                peak_mib=peaks.get(ours),
+                rival_peak_mib=peaks.get(rival.name),
+            )
+        )
+    return records
+
+
+def call(function, x, mode: str):
+    """Results of the forward pass, and the gradient of each leaf in mode fwd_bwd."""
+    if mode == "fwd":
+        with torch.no_grad():
+            return function(x)
+    for leaf in x.leaves:
+        leaf.requires_grad_()
+    out = function(x)
+    upstream = x.upstream.to(out.dtype) if out.dim() else None
+    return out.detach(), *torch.autograd.grad(out, x.leaves, upstream)
+
+
+def check(answer, rival: Rival, x, case: Case) -> tuple[float | None, str | None]:
+    """(largest error over the largest magnitude, what is wrong). float32 results of ours from bf16 inputs are held to
+    float32 accuracy; the rivals round on the way and are held to that of bf16."""
+    if rival.answer is None:
+        return None, None
+    worst = 0.0
+    answer = answer if isinstance(answer, tuple) else (answer,)
+    key = rival.answer + (" and gradient" if case.mode == "fwd_bwd" else "")
+    for actual, exact in zip(answer, x.exact[key], strict=True):
+        if actual is None:
+            continue
+        is_exact = (actual if rival is OURS[case.op] else x.leaves[0] if x.leaves else actual).dtype == torch.float32
+        error = relative_error(actual, exact)
+        worst = max(worst, error)
+        if not error < (1e-4 if is_exact else 2e-2):
+            return error, f"wrong by {error:.1e}"
+    return worst, None
+
+
+def relative_error(actual, exact) -> float:
+    compared = exact.isfinite()
+    scale = exact[compared].abs().max()
+    parts = zip(*(y.reshape(-1).split(2**22) for y in (actual, exact, compared)), strict=True)  # float64 copies cost
+    errors = [(a[c].double() - e[c].double()).abs().max() for a, e, c in parts if c.any()]
+    return float(torch.stack(errors).nan_to_num(nan=torch.inf).max() / scale)
+
+
+def machine() -> dict:
+    names = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    return dict(
+        cpu=names[0].split(":")[1].strip() if names else platform.processor(),
+        cores=os.cpu_count(),
+        vector=torch.backends.cpu.get_cpu_capability(),
+        system=platform.system(),
+        load_average=os.getloadavg()[0],
+    )
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def versions() -> dict:
+    out = dict(python=platform.python_version())
+    packages = {rival.package for rivals in (*RIVALS.values(), OURS.values()) for rival in rivals} | {"numpy", "triton"}
+    for package in sorted(packages):
+        try:
+            out[package] = Rival(package, package, None).version()
+        except Unavailable as e:
+            out[package] = str(e)
+    return out
+
+
+def show(record: dict) -> str:
+    def number(x, form):
+        return "-" if x is None else format(x, form)
+
+    return (
+        f"{record['op']:<22} {record['shape']:<16} {record['dtype']:<8} {record['mode']:<7} {record['rival']:<21}"
+        f" {record['ours_ms']:>9.2f} {number(record['rival_ms'], '.2f'):>10} {number(record['ratio'], '.2f'):>8}"
+        f" {record['percent_of_ceiling']:>4.0f}% {number(record['peak_mib'], '.0f'):>6}"
+        f" {number(record['rival_peak_mib'], '.0f'):>6}  {record['reason'] or ''}"
+    )
+
+
+HEAD = (
+    f"{'op':<22} {'shape':<16} {'dtype':<8} {'mode':<7} {'rival':<21} {'ours ms':>9} {'rival ms':>10} {'ratio':>8}"
+    f" {'ceil':>5} {'MiB':>6} {'rival':>6}"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, seconds; shows that the bench works")
+    parser.add_argument(
+        "--only", default="", help="cases with this in their op, shape, dtype and mode, as in the table"
+    )
+    parser.add_argument("--seed", type=int, help="of the inputs; default: a new one")
+    parser.add_argument("--minutes", type=float, default=8.0, help="rivals that come later than this are left out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    deadline = time.monotonic() + 60 * args.minutes
+    seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    size = 2**20 if args.tiny else 2**28
+    ceilings = dict(copy_gb_s=timing.copy_gb_s(size), matmul_gflop_s=timing.matmul_gflop_s(256 if args.tiny else 2048))
+    report = dict(machine=machine(), versions=versions(), seed=seed, ceilings=ceilings, results=[])
+    missing = [p for p, v in report["versions"].items() if v == "not installed"]
+    report["missing"] = missing
+    print(", ".join(f"{k} {v}" for k, v in (report["machine"] | ceilings).items()))
+    if missing:
+        print("not installed, so not compared:", ", ".join(missing))
+    print(HEAD)
+    made, x = None, None
+    for case in cases(TINY if args.tiny else FULL):
+        if args.only not in " ".join(case.key.values()):
+            continue
+        begin = time.monotonic()
+        gc.collect()
+        if case.make is not made:  # cases in a row share their inputs, since the exact answers take long
+            x = None
+            made, x = case.make, case.make(torch.Generator().manual_seed(seed))
+        records = run_case(case, x, ceilings, args.tiny, deadline)
+        for record in records:
+            print(show(record))
+        print(f"  ({time.monotonic() - begin:.0f} s)", flush=True)
+        report["results"] += records
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
