@@ -15,7 +15,7 @@ BENCH_BACKEND := $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
 BENCH_STAMP := .venv-bench/.is-built
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup bench-setup demo demo-base bench test test-faults lint clean lock
+.PHONY: setup bench-setup demo demo-base bench compile-report test test-faults lint clean lock
 
 setup: $(STAMP)
 
@@ -46,6 +46,10 @@ $(BENCH_STAMP): requirements/bench.txt pyproject.toml
 # Every operation beside what people use otherwise, on one CPU thread: bench/README.md.
 bench: bench-setup
 	.venv-bench/bin/python -m bench.cpu
+
+# Registers, spills and load widths of every Triton kernel for sm_80, sm_90 and sm_100; needs no GPU.
+compile-report: setup
+	.venv/bin/python -m bench.compile_report
 
 demo: setup
 	.venv/bin/rsi-fast run configs/demo.toml --rotate --set run.seed=$(SEED)

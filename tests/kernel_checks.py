@@ -1,10 +1,12 @@
 """What the tests of operations share: random batches, worked examples, poisoned allocations, the accuracy rule."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rsi_kernels import runtime
 
 DATA = Path(__file__).parent / "data"
 NAN = float("nan")
@@ -18,6 +20,15 @@ def poisoned():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(monkeypatch):
+    """Operations on CPU tensors launch their Triton kernels, which the interpreter then runs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "uses_triton", lambda tensor: True)
+        patch.setattr(runtime, "device_of", lambda tensor: contextlib.nullcontext())
+        yield
 
 
 def vectors(name: str) -> list:

@@ -288,3 +288,38 @@ def test_reference_gradients():
     h = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     w = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda h, w: reference.linear_token_logprobs(h, w, targets, mask), (h, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_inplace_backward_overwrites_the_logits(dtype, masked):
+    logits, _, _, targets, mask, g, ge = case(3, dtype=dtype, density=0.5 if masked else 1.0)
+    grads, made = [], []
+    for inplace in (False, True):
+        x = leaf(logits)
+        made.append(x * 1)
+        logprobs, entropy = token_logprobs(
+            made[-1], targets, mask if masked else None, return_entropy=True, inplace_backward=inplace
+        )
+        (logprobs * g + entropy * ge).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    assert torch.equal(made[1], grads[1])
+    torch.testing.assert_close(made[0].detach(), logits, rtol=0, atol=0, equal_nan=True)
+
+
+def test_inplace_backward_runs_once():
+    logits = leaf(torch.randn(3, 5)) * 1
+    loss = token_logprobs(logits, torch.tensor([0, 1, 2]), inplace_backward=True).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inplace_backward_is_refused_where_it_would_do_harm():
+    targets = torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"^logits: expected no leaf that requires grad"):
+        token_logprobs(leaf(torch.zeros(2, 5)), targets, inplace_backward=True)
+    with pytest.raises(ValueError, match=r"^logits: expected a contiguous tensor"):
+        token_logprobs(torch.zeros(5, 2).t(), targets, inplace_backward=True)
+    assert token_logprobs(torch.zeros(2, 5), targets, inplace_backward=True).shape == (2,)

@@ -48,6 +48,10 @@ OP_CASES = {
         OPS.token_logprobs_backward,
         (SCORES[0], None, torch.randn(2, 3, 5), TARGETS, MASK, torch.zeros(0), *SCORES[1:3], 1.0),
     ),
+    "token_logprobs_backward_inplace": (
+        OPS.token_logprobs_backward_inplace,
+        (SCORES[0], None, torch.randn(2, 3, 5), TARGETS, MASK, torch.zeros(0), *SCORES[1:3], 1.0),
+    ),
     "linear_token_logprobs": (OPS.linear_token_logprobs, (floats(2, 3, 4), floats(5, 4), TARGETS, MASK, 0.7, True)),
     "linear_token_logprobs_backward": (
         OPS.linear_token_logprobs_backward,
@@ -97,6 +101,7 @@ def losses(x, w, old, advantages):
     """Every differentiable op once, as a trainer would chain them."""
     logits = x @ w.T
     a = token_logprobs(logits, TARGETS, MASK, temperature=0.7)
+    a = a + token_logprobs(logits * 2, TARGETS, MASK, inplace_backward=True)
     b, entropy = linear_token_logprobs(x, w, TARGETS, MASK, return_entropy=True)
     policy = policy_loss(a + b, old, advantages, MASK, dual_clip=3.0)
     value = value_loss(b, old, advantages, MASK, denominator=MASK.sum())

@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels in Triton's interpreter, run by test_turn_gae_triton.py in a process of its own.
+"""Tests of the Triton kernels in Triton's interpreter, run by test_triton.py in a process of its own.
 
 TRITON_INTERPRET=1 has to be set before anything imports Triton, so these cannot share a process with compiled kernels.
 """

@@ -26,14 +26,19 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def gradient_dtype(hidden: Tensor) -> torch.dtype:
+    """In which `head_gradient` multiplies the gradient of the logits."""
+    return torch.bfloat16 if hidden.dtype == torch.bfloat16 and hidden.is_cuda else torch.float32
+
+
 def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor, dweight: Tensor, fresh: bool):
     """Writes dlogits @ weight to dhidden and adds dlogits.T @ hidden to dweight (fp32), where they have elements.
 
     fresh: dweight holds nothing yet.
     """
     beta = 0 if fresh else 1
-    if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
-        dlogits = dlogits.to(hidden.dtype)
+    if gradient_dtype(hidden) == torch.bfloat16:
+        dlogits = dlogits.to(torch.bfloat16)
         if dhidden.numel():
             torch.mm(dlogits, weight, out=dhidden)
         if dweight.numel():
@@ -90,7 +95,9 @@ def _linear_token_logprobs_backward(
     saved = scoring.select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum)
     for a, b in linear_chunks(rows, weight):
         h = matrix.index_select(0, index[a:b])
-        x = scoring.chunk_gradient(head_logits(h, weight), picked, temperature, saved, a, b)
+        x = scoring.chunk_gradient(
+            head_logits(h, weight), picked, temperature, saved, a, b, gradient_dtype(hidden)
+        )  # fmt: skip
         add_gradients(x, h, weight, rows[a:b], dhidden, dweight, fresh=a == 0)
     return dhidden, dweight.to(weight.dtype)
 

@@ -44,14 +44,15 @@ def _linear_ppo_loss(
     for a, b in linear_logprob.linear_chunks(rows, weight):
         h = matrix.index_select(0, index[a:b])
         x = linear_logprob.head_logits(h, weight)
-        logprobs, _, _, log_sum = scoring.score(x, picked[a:b], temperature, False)
+        logprobs, _, top, log_sum = scoring.score(x, picked[a:b], temperature, False)
         loss, slope, rules[a:b], log_ratio[a:b] = ppo_loss.surrogate(
             logprobs, old[a:b], advantage[a:b], None if behaviour is None else behaviour[a:b],
             clip_low, clip_high, dual_clip, is_cap,
         )  # fmt: skip
         total += loss.sum()
         if needs_hidden or needs_weight:
-            dlogits = scoring.finish_gradient(x, picked[a:b], temperature, log_sum, slope)
+            dtype = linear_logprob.gradient_dtype(hidden)
+            dlogits = scoring.finish_gradient(x, picked[a:b], temperature, top, log_sum, slope, dtype)
             linear_logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight, fresh=a == 0)
     stats = ppo_loss.policy_stats(rules, log_ratio, torch.ones_like(rules))
     scale = ppo_loss.divisor(stats[-1], denominator, number)

@@ -7,7 +7,7 @@ log of the sum of exponentials (apart, since their sum loses digits for large lo
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, runtime
 
 LOG_ZERO = -200.0  # exp of less is 0 in fp32; keeps 0 * -inf out of entropy terms
 
@@ -57,8 +57,14 @@ def chunks(num_rows: int, elements: int, width: int, least: int = 1):
 def score(x: Tensor, targets: Tensor, temperature: float, with_entropy: bool):
     """Scores fp32 logits x [n, V]. Returns (logprobs, entropy, top, log_sum), each [n].
 
-    x is overwritten, without entropy by exp((x - top) / temperature), which `finish_gradient` goes on from.
+    On a CPU x is overwritten, without entropy by exp((x - top) / temperature), which `finish_gradient` goes on from.
     """
+    if runtime.uses_triton(x):
+        from .logprob_triton import launch
+
+        with runtime.device_of(x):
+            logprobs, entropy, top, log_sum = launch(x, targets, None, temperature, with_entropy)
+        return logprobs, entropy if with_entropy else None, top, log_sum
     top = x.amax(-1)
     x.sub_(top[:, None])
     if temperature != 1:
@@ -75,23 +81,34 @@ def score(x: Tensor, targets: Tensor, temperature: float, with_entropy: bool):
     return torch.where(known, picked - log_sum, torch.nan), entropy, top, log_sum
 
 
-def score_gradient(x: Tensor, targets, temperature: float, top, log_sum, coefficient, entropy=None, of_entropy=None):
-    """Overwrites fp32 logits x [n, V] with coefficient * d logprob/dx + of_entropy * d entropy/dx, and returns it."""
+def score_gradient(x, targets, temperature, top, log_sum, coefficient, entropy=None, of_entropy=None, dtype=None):
+    """coefficient * d logprob/dx + of_entropy * d entropy/dx of fp32 logits x [n, V]; x is overwritten.
+
+    dtype: of the result, on a GPU; other than fp32 it goes to memory of its own, which saves a pass to convert it.
+    """
+    if runtime.uses_triton(x):
+        from .logprob_triton import launch_backward
+
+        out = x if dtype in (None, x.dtype) else torch.empty_like(x, dtype=dtype)
+        with runtime.device_of(x):
+            return launch_backward(coefficient, of_entropy, x, targets, None, entropy, top, log_sum, temperature, out)
     x.sub_(top[:, None])
     if temperature != 1:
         x.div_(temperature)
     if of_entropy is None:
-        return finish_gradient(x.exp_(), targets, temperature, log_sum, coefficient)
+        return finish_gradient(x.exp_(), targets, temperature, top, log_sum, coefficient)
     log_p = x.sub_(log_sum[:, None]).clamp(min=LOG_ZERO)
     x.exp_().mul_(log_p.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(coefficient[:, None])).div_(-temperature)
     return x.scatter_add_(1, targets.clamp(min=0)[:, None], coefficient[:, None] / temperature)
 
 
-def finish_gradient(exponentials: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, coefficient: Tensor):
-    """Overwrites exp((x - top) / temperature) with coefficient * d logprob/dx, and returns it."""
+def finish_gradient(x, targets, temperature, top, log_sum, coefficient, dtype=None):
+    """`score_gradient` without entropy, of x as `score` left it: the exponentials need not be taken again."""
+    if runtime.uses_triton(x):
+        return score_gradient(x, targets, temperature, top, log_sum, coefficient, dtype=dtype)
     coefficient = coefficient / temperature
-    exponentials.mul_((-coefficient * (-log_sum).exp())[:, None])
-    return exponentials.scatter_add_(1, targets.clamp(min=0)[:, None], coefficient[:, None])
+    x.mul_((-coefficient * (-log_sum).exp())[:, None])
+    return x.scatter_add_(1, targets.clamp(min=0)[:, None], coefficient[:, None])
 
 
 def store(out, rows, scores) -> None:
@@ -123,8 +140,8 @@ def select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum):
     return pick(top), pick(log_sum), g, pick(entropy), pick(of_entropy)
 
 
-def chunk_gradient(x, picked, temperature, saved, a, b):
-    return score_gradient(x, picked[a:b], temperature, *(None if s is None else s[a:b] for s in saved))
+def chunk_gradient(x, picked, temperature, saved, a, b, dtype=None):
+    return score_gradient(x, picked[a:b], temperature, *(None if s is None else s[a:b] for s in saved), dtype=dtype)
 
 
 def check_scored(scored: Tensor, targets, mask, temperature) -> float:

@@ -302,3 +302,24 @@ def launch(
     if turn_credit:
         _spread[(num_slots,)](mask, ids, cu, ends, raw, advantages, num_rows, length, num_slots, GROUP=group, **options)
     return advantages, returns
+
+
+def launch_configurations():
+    """With every option and with none, for turn ids of both widths."""
+    from .compilation import LaunchConfiguration
+
+    fp32 = (
+        "rewards_ptr", "turn_rewards_ptr", "final_ptr", "bootstrap_ptr", "lam_ptr", "critic_lam_ptr", "sums_ptr",
+        "advantages_ptr", "token_advantages_ptr", "returns_ptr",
+    )  # fmt: skip
+    types = {"mask_ptr": "*u8:16", "cu_ptr": "*i32:16", "values_ptr": "*bf16:16"} | dict.fromkeys(fp32, "*fp32:16")
+    types |= dict.fromkeys(("num_rows", "length", "num_ids", "num_slots"), "i32")
+    types |= dict.fromkeys(("gamma", "lam", "token_gamma", "token_lam", "critic_lam"), "fp32")
+    flags = ("TOKEN_REWARDS", "TURN_REWARDS", "FINAL", "BOOTSTRAP", "LAM", "PACKED")
+    found = []
+    for everything, ids in ((False, "i32"), (True, "i32"), (True, "i64")):
+        types = types | {"ids_ptr": f"*{ids}:16", "ends_ptr": f"*{ids}:16"}
+        constants = dict.fromkeys(flags, everything) | {"CRITIC": 2 if everything else 0}
+        constants |= dict(BLOCK=BLOCK, GROUP=GROUP, NONE=-(2 ** (int(ids[1:]) - 1)))
+        found += [LaunchConfiguration(kernel, constants, types, NUM_WARPS) for kernel in (_summarise, _write, _spread)]
+    return found

@@ -1,0 +1,44 @@
+"""Compiles kernels without a GPU, in the forms in which they are launched.
+
+Every *_triton.py module lists its forms in `launch_configurations()`, and nowhere else.
+"""
+
+from typing import NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+class LaunchConfiguration(NamedTuple):
+    """types: of the arguments that are no constants, such as "*bf16:16" or "i64:16" (":16": divisible by 16)."""
+
+    kernel: triton.JITFunction
+    constants: dict[str, object]
+    types: dict[str, str]
+    num_warps: int
+
+    @property
+    def name(self) -> str:
+        flags = [f"{k}={v}" for k, v in self.constants.items() if k in {p.name for p in self.kernel.params}]
+        return f"{self.kernel.__name__}[{','.join([*flags, *sorted(set(self.types.values()))])}]"
+
+
+def launch_configurations() -> list[LaunchConfiguration]:
+    """Of all kernels."""
+    from . import logprob_triton, turn_gae_triton
+
+    return turn_gae_triton.launch_configurations() + logprob_triton.launch_configurations()
+
+
+def compile_for(configuration: LaunchConfiguration, capability: int):
+    """The compiled kernel for compute capability 80, 90, 100, ...; .asm has "ptx" and "cubin"."""
+    kernel, constants, types, num_warps = configuration
+    names = [p.name for p in kernel.params]
+    source = ASTSource(
+        kernel,
+        {n: "constexpr" if n in constants else types[n].removesuffix(":16") for n in names},
+        {(i,): constants[n] for i, n in enumerate(names) if n in constants},
+        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").endswith(":16")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
