@@ -24,7 +24,7 @@ def both(logits, targets, mask=None, g=None, ge=None, temperature=1.0, entropy=T
     """(log-probs, entropy, gradient) of the kernels."""
     scores = logprob_triton.launch(logits, targets, mask, temperature, entropy, lanes, splits)
     out = torch.empty(logits.shape, dtype=logits.dtype)
-    logprob_triton.launch_backward(g, ge, logits, targets, mask, *scores[1:], temperature, out, block)
+    logprob_triton.launch_backward(g, ge, logits, targets, mask, *scores[1:], temperature, out, block=block)
     return *scores[:2], out
 
 
@@ -174,7 +174,7 @@ def test_rows_without_gradient_are_not_read():
     logits[1] = NAN
     grad = torch.empty(3, 100)
     g = torch.tensor([1.0, 0.0, -1.0])
-    logprob_triton.launch_backward(g, None, logits, torch.zeros(3).long(), None, *scores[1:], 1.0, grad, 64)
+    logprob_triton.launch_backward(g, None, logits, torch.zeros(3).long(), None, *scores[1:], 1.0, grad, block=64)
     assert not grad[1].any()
     assert grad.isfinite().all()
 
@@ -236,5 +236,5 @@ def test_gradient_in_place_or_in_another_dtype(out):
     scores = logprob_triton.launch(logits, targets, mask, 1.0, True, 16)
     expected = both(logits, targets, mask, g, ge)[2].to(out)
     grad = logits if out == logits.dtype else torch.empty(logits.shape, dtype=out)
-    logprob_triton.launch_backward(g, ge, logits, targets, mask, *scores[1:], 1.0, grad, 64)
+    logprob_triton.launch_backward(g, ge, logits, targets, mask, *scores[1:], 1.0, grad, block=64)
     torch.testing.assert_close(grad, expected, rtol=0 if out == logits.dtype else 8e-3, atol=0)

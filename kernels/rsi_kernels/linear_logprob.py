@@ -95,8 +95,9 @@ def _linear_token_logprobs_backward(
     saved = scoring.select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum)
     for a, b in linear_chunks(rows, weight):
         h = matrix.index_select(0, index[a:b])
-        x = scoring.chunk_gradient(
-            head_logits(h, weight), picked, temperature, saved, a, b, gradient_dtype(hidden)
+        x = head_logits(h, weight)
+        x = scoring.score_gradient(
+            x, picked[a:b], temperature, scoring.cut(saved, a, b), dtype=gradient_dtype(hidden)
         )  # fmt: skip
         add_gradients(x, h, weight, rows[a:b], dhidden, dweight, fresh=a == 0)
     return dhidden, dweight.to(weight.dtype)

@@ -51,9 +51,14 @@ def _linear_ppo_loss(
         )  # fmt: skip
         total += loss.sum()
         if needs_hidden or needs_weight:
-            dtype = linear_logprob.gradient_dtype(hidden)
-            dlogits = scoring.finish_gradient(x, picked[a:b], temperature, top, log_sum, slope, dtype)
-            linear_logprob.add_gradients(dlogits, h, weight, rows[a:b], dhidden, dweight, fresh=a == 0)
+            pulled = slope.nonzero().view(-1)  # not: clipped tokens, which cost no product (on a GPU: one sync)
+            saved = [x_.index_select(0, pulled) for x_ in (top, log_sum, slope)]
+            dlogits = scoring.score_gradient(
+                x, picked[a:b].index_select(0, pulled), temperature, (*saved, None, None), pulled,
+                linear_logprob.gradient_dtype(hidden),
+            )  # fmt: skip
+            h, at = h.index_select(0, pulled), rows[a:b].index_select(0, pulled)
+            linear_logprob.add_gradients(dlogits, h, weight, at, dhidden, dweight, fresh=a == 0)
     stats = ppo_loss.policy_stats(rules, log_ratio, torch.ones_like(rules))
     scale = ppo_loss.divisor(stats[-1], denominator, number)
     return total / scale, *stats, scale, dhidden, dweight

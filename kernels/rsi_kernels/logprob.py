@@ -1,7 +1,8 @@
 """`token_logprobs`: log-probs and entropy of given tokens from logits, in one pass over the rows of action tokens.
 
-On a GPU see `logprob_triton.py`. Here rows are copied into one small chunk at a time, so nothing of shape [tokens,
-vocabulary] is written but the gradient.
+The arithmetic is in `logprob_host.py` (CPU) and `logprob_triton.py` (GPU). Rows that neither reads as they are (fp16 on
+a CPU; any on a GPU without Triton) are copied into one chunk at a time, so nothing of shape [tokens, vocabulary] is
+written but the gradient.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from . import checks, runtime, scoring
 
-CPU_CHUNK = 2**18  # elements in fp32: 1 MiB stays in the L2 cache
+CPU_CHUNK = 2**17  # elements in fp32: 512 KiB stay in the L2 cache
 GPU_CHUNK = 2**26  # where Triton is missing
 
 
@@ -31,9 +32,14 @@ def _token_logprobs(
     rows = scoring.action_rows(mask, targets)
     picked = scoring.select_targets(targets, rows, logits.shape[-1])
     matrix, index = scoring.row_matrix(logits, rows)
-    for a, b in scoring.chunks(len(rows), GPU_CHUNK if logits.is_cuda else CPU_CHUNK, logits.shape[-1]):
-        x = matrix.index_select(0, index[a:b]).float()
-        scoring.store(out, rows[a:b], scoring.score(x, picked[a:b], temperature, with_entropy))
+    if _is_read_directly(logits):
+        from .logprob_host import score
+
+        scoring.store(out, rows, score(matrix, index, picked, temperature, with_entropy))
+    else:
+        for a, b in scoring.chunks(len(rows), GPU_CHUNK if logits.is_cuda else CPU_CHUNK, logits.shape[-1]):
+            x = matrix.index_select(0, index[a:b]).float()
+            scoring.store(out, rows[a:b], scoring.score(x, picked[a:b], temperature, with_entropy))
     return scoring.unpack(out, targets, with_entropy)
 
 
@@ -54,8 +60,7 @@ def _token_logprobs_backward(
     log_sum: Tensor,
     temperature: float,
 ) -> Tensor:
-    new = torch.empty if runtime.uses_triton(logits) else torch.zeros
-    grad = new(logits.shape, dtype=logits.dtype, device=logits.device)
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write_gradient(grad, of_logprobs, of_entropy, logits, targets, mask, entropy, top, log_sum, temperature)
     return grad
 
@@ -86,7 +91,7 @@ def _(*arguments):
 
 
 def _write_gradient(grad, of_logprobs, of_entropy, logits, targets, mask, entropy, top, log_sum, temperature) -> None:
-    """Writes to grad, which is contiguous: the logits, or without Triton zeros."""
+    """Writes to grad, which is contiguous and may be the logits."""
     if runtime.uses_triton(logits):
         from .logprob_triton import launch_backward
 
@@ -97,12 +102,22 @@ def _write_gradient(grad, of_logprobs, of_entropy, logits, targets, mask, entrop
     picked = scoring.select_targets(targets, rows, logits.shape[-1])
     matrix, index = scoring.row_matrix(logits, rows)
     saved = scoring.select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum)
-    for a, b in scoring.chunks(len(rows), GPU_CHUNK if logits.is_cuda else CPU_CHUNK, logits.shape[-1]):
-        x = matrix.index_select(0, index[a:b]).float()
-        x = scoring.chunk_gradient(x, picked, temperature, saved, a, b)
-        grad.view(targets.numel(), x.shape[1]).index_copy_(0, rows[a:b], x.to(grad.dtype))
-    if grad is logits and mask is not None:
-        grad.view(targets.numel(), logits.shape[-1]).index_fill_(0, scoring.action_rows(mask == 0, targets), 0)
+    lines = grad.view(targets.numel(), logits.shape[-1])
+    if _is_read_directly(logits):
+        from .logprob_host import write_gradient
+
+        write_gradient(matrix, index, picked, temperature, saved, lines, rows)
+    else:
+        for a, b in scoring.chunks(len(rows), GPU_CHUNK if logits.is_cuda else CPU_CHUNK, logits.shape[-1]):
+            x = matrix.index_select(0, index[a:b]).float()
+            x = scoring.score_gradient(x, picked[a:b], temperature, scoring.cut(saved, a, b))
+            lines.index_copy_(0, rows[a:b], x.to(grad.dtype))
+    if mask is not None:
+        lines.index_fill_(0, scoring.action_rows(mask == 0, targets), 0)
+
+
+def _is_read_directly(logits: Tensor) -> bool:
+    return runtime.uses_numba(logits) and logits.dtype in (torch.float32, torch.bfloat16)
 
 
 def _save_logits(ctx, inputs, output):

@@ -138,10 +138,13 @@ def _combine(
 @triton.jit(do_not_specialize=["inner"])
 def _gradient(
     of_logprobs_ptr, of_entropy_ptr, logits_ptr, targets_ptr, mask_ptr, entropy_ptr, top_ptr, log_sum_ptr, out_ptr,
-    inner, outer_stride, inner_stride, vocabulary, temperature,
-    MASK: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, inner, outer_stride, inner_stride, vocabulary, temperature,
+    MASK: tl.constexpr, ROWS: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, vocabulary], which may be the logits. A row without gradient (masked, or clipped) is not read."""
+    """out [rows, vocabulary], which may be the logits. A row without gradient (masked, or clipped) is not read.
+
+    ROWS: of these rows of the logits, to which all else belongs; out is then no logits.
+    """
     num_blocks = tl.cdiv(vocabulary, BLOCK)
     row = tl.program_id(0) // num_blocks
     columns = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -158,7 +161,10 @@ def _gradient(
     if needed & ((of_logprob != 0) | (of_entropy != 0)):
         target = tl.load(targets_ptr + row).to(tl.int64)
         top, log_sum = tl.load(top_ptr + row), tl.load(log_sum_ptr + row)
-        logits_ptr += _row_offset(row, inner, outer_stride, inner_stride)
+        of_row = row
+        if ROWS:
+            of_row = tl.load(rows_ptr + row)
+        logits_ptr += _row_offset(of_row, inner, outer_stride, inner_stride)
         x = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         y = (x - top) * (LOG2_E / temperature) - log_sum * LOG2_E  # log2 of the probability
         slope = tl.zeros((BLOCK,), tl.float32) + of_logprob
@@ -199,9 +205,12 @@ def launch(logits, targets, mask, temperature, with_entropy, lanes=LANES, splits
 
 
 def launch_backward(
-    of_logprobs, of_entropy, logits, targets, mask, entropy, top, log_sum, temperature, out, block=BLOCK
+    of_logprobs, of_entropy, logits, targets, mask, entropy, top, log_sum, temperature, out, rows=None, block=BLOCK
 ):  # fmt: skip
-    """Writes the gradient of the logits to out (contiguous, in their shape; may be the logits) and returns it."""
+    """Writes the gradient of the logits to out (contiguous, in their shape; may be the logits) and returns it.
+
+    rows [n] int64: out [n, V] gets that of logits[rows], to which the other arguments belong, and is no logits.
+    """
     if out.numel() == 0:
         return out
     logits, *layout = _rows(logits)
@@ -211,9 +220,9 @@ def launch_backward(
 
     _gradient[(targets.numel() * triton.cdiv(logits.shape[-1], block),)](
         given(of_logprobs), given(of_entropy), logits, targets.contiguous(), _bytes(mask, targets),
-        entropy, top, log_sum, out, *layout, logits.shape[-1], temperature,
-        MASK=mask is not None, OF_LOGPROBS=of_logprobs is not None, OF_ENTROPY=of_entropy is not None,
-        BLOCK=block, num_warps=NUM_WARPS,
+        entropy, top, log_sum, out, targets if rows is None else rows, *layout, logits.shape[-1], temperature,
+        MASK=mask is not None, ROWS=rows is not None, OF_LOGPROBS=of_logprobs is not None,
+        OF_ENTROPY=of_entropy is not None, BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
 
@@ -247,7 +256,8 @@ def launch_configurations():
     from .compilation import LaunchConfiguration
 
     fp32 = ("logprobs_ptr", "entropy_ptr", "top_ptr", "log_sum_ptr", "parts_ptr", "of_logprobs_ptr", "of_entropy_ptr")
-    rows = {"targets_ptr": "*i64:16", "mask_ptr": "*u8:16", "num_rows": "i32", "inner": "i32", "temperature": "fp32"}
+    rows = {"targets_ptr": "*i64:16", "mask_ptr": "*u8:16", "rows_ptr": "*i64:16"}
+    rows |= {"num_rows": "i32", "inner": "i32", "temperature": "fp32"}
     found = []
     for logits, out, even in (
         ("bf16", "bf16", True), ("fp16", "fp16", True), ("fp32", "fp32", True), ("fp32", "bf16", True),
@@ -257,8 +267,9 @@ def launch_configurations():
         types |= dict.fromkeys(("outer_stride", "inner_stride", "vocabulary"), "i32:16" if even else "i32")
         types["logits_ptr"] = f"*{logits}:16" if even else f"*{logits}"
         for entropy in (False, True):
-            constants = dict(MASK=True, OF_LOGPROBS=True, OF_ENTROPY=entropy, BLOCK=BLOCK)
-            found.append(LaunchConfiguration(_gradient, constants, types, NUM_WARPS))
+            for picked in (False, True):
+                constants = dict(MASK=not picked, ROWS=picked, OF_LOGPROBS=True, OF_ENTROPY=entropy, BLOCK=BLOCK)
+                found.append(LaunchConfiguration(_gradient, constants, types, NUM_WARPS))
             if logits != out:  # a gradient in another dtype is all that the linear operations ask for more
                 continue
             for splits in (1, MAX_SPLITS):

@@ -8,8 +8,13 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """True where an op launches its Triton kernel; everywhere else it takes its host path, a copy away on a GPU."""
+    """True where an op launches its Triton kernel."""
     return HAS_TRITON and tensor.device.type == "cuda"
+
+
+def uses_numba(tensor: torch.Tensor) -> bool:
+    """True where an op takes loops compiled for the CPU."""
+    return tensor.device.type == "cpu"
 
 
 def device_of(tensor: torch.Tensor):

@@ -1,4 +1,4 @@
-"""What the log-prob operations share: finding action rows, and scoring one chunk of logits in place.
+"""What the log-prob operations share: finding action rows, and scoring one chunk of logits.
 
 Nothing of shape [tokens, vocabulary] is made here. Kept for backward are two numbers a row, the largest logit and the
 log of the sum of exponentials (apart, since their sum loses digits for large logits).
@@ -55,60 +55,56 @@ def chunks(num_rows: int, elements: int, width: int, least: int = 1):
 
 
 def score(x: Tensor, targets: Tensor, temperature: float, with_entropy: bool):
-    """Scores fp32 logits x [n, V]. Returns (logprobs, entropy, top, log_sum), each [n].
-
-    On a CPU x is overwritten, without entropy by exp((x - top) / temperature), which `finish_gradient` goes on from.
-    """
+    """(logprobs, entropy or None, top, log_sum), each [n], of fp32 logits x [n, V], which are left as they are."""
     if runtime.uses_triton(x):
         from .logprob_triton import launch
 
         with runtime.device_of(x):
             logprobs, entropy, top, log_sum = launch(x, targets, None, temperature, with_entropy)
-        return logprobs, entropy if with_entropy else None, top, log_sum
-    top = x.amax(-1)
-    x.sub_(top[:, None])
-    if temperature != 1:
-        x.div_(temperature)
-    known = targets >= 0
-    picked = x.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    if not with_entropy:
-        log_sum, entropy = x.exp_().sum(-1).log_(), None
+    elif runtime.uses_numba(x):
+        from .logprob_host import score as score_on_cpu
+
+        logprobs, entropy, top, log_sum = score_on_cpu(x, None, targets, temperature, with_entropy)
     else:
-        p = x.exp()
-        total = p.sum(-1)
-        log_sum = total.log()
-        entropy = log_sum - p.mul_(x.clamp_(min=LOG_ZERO)).sum(-1) / total
-    return torch.where(known, picked - log_sum, torch.nan), entropy, top, log_sum
+        top = x.amax(-1)
+        y = (x - top[:, None]) / temperature
+        log_sum = y.logsumexp(-1)
+        log_p = y - log_sum[:, None]
+        picked = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        logprobs = torch.where(targets >= 0, picked, torch.nan)
+        entropy = -(log_p.exp() * log_p.clamp(min=LOG_ZERO)).sum(-1)
+    return logprobs, entropy if with_entropy else None, top, log_sum
 
 
-def score_gradient(x, targets, temperature, top, log_sum, coefficient, entropy=None, of_entropy=None, dtype=None):
-    """coefficient * d logprob/dx + of_entropy * d entropy/dx of fp32 logits x [n, V]; x is overwritten.
+def score_gradient(x, targets, temperature, saved, rows=None, dtype=None) -> Tensor:
+    """Gradient [n, V] of fp32 logits x [m, V] with respect to what `score` gives of them; x is overwritten.
 
-    dtype: of the result, on a GPU; other than fp32 it goes to memory of its own, which saves a pass to convert it.
+    saved: top, log_sum, gradient of the log-probs, entropy, gradient of the entropy (see `select_saved`), each [n].
+    rows [n]: x[rows] are meant, in rising order; None: all of x. dtype: of the result, on a GPU; other than fp32 it
+    goes to memory of its own, which saves a pass to convert it.
     """
+    top, log_sum, of_logprobs, entropy, of_entropy = saved
     if runtime.uses_triton(x):
         from .logprob_triton import launch_backward
 
-        out = x if dtype in (None, x.dtype) else torch.empty_like(x, dtype=dtype)
+        in_place = rows is None and dtype in (None, x.dtype)
+        out = x if in_place else x.new_empty((len(targets), x.shape[1]), dtype=dtype)
         with runtime.device_of(x):
-            return launch_backward(coefficient, of_entropy, x, targets, None, entropy, top, log_sum, temperature, out)
-    x.sub_(top[:, None])
-    if temperature != 1:
-        x.div_(temperature)
-    if of_entropy is None:
-        return finish_gradient(x.exp_(), targets, temperature, top, log_sum, coefficient)
-    log_p = x.sub_(log_sum[:, None]).clamp(min=LOG_ZERO)
-    x.exp_().mul_(log_p.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(coefficient[:, None])).div_(-temperature)
-    return x.scatter_add_(1, targets.clamp(min=0)[:, None], coefficient[:, None] / temperature)
+            return launch_backward(
+                of_logprobs, of_entropy, x, targets, None, entropy, top, log_sum, temperature, out, rows
+            )
+    if runtime.uses_numba(x):
+        from .logprob_host import write_gradient
 
-
-def finish_gradient(x, targets, temperature, top, log_sum, coefficient, dtype=None):
-    """`score_gradient` without entropy, of x as `score` left it: the exponentials need not be taken again."""
-    if runtime.uses_triton(x):
-        return score_gradient(x, targets, temperature, top, log_sum, coefficient, dtype=dtype)
-    coefficient = coefficient / temperature
-    x.mul_((-coefficient * (-log_sum).exp())[:, None])
-    return x.scatter_add_(1, targets.clamp(min=0)[:, None], coefficient[:, None])
+        write_gradient(x, rows, targets, temperature, saved, x, None)
+        return x[: len(targets)]
+    x = x if rows is None else x.index_select(0, rows)
+    log_p = (x - top[:, None]) / temperature - log_sum[:, None]
+    slope = of_logprobs[:, None]
+    if of_entropy is not None:
+        slope = slope + of_entropy[:, None] * (log_p.clamp(min=LOG_ZERO) + entropy[:, None])
+    gradient = (log_p.exp() * slope).div_(-temperature)
+    return gradient.scatter_add_(1, targets.clamp(min=0)[:, None], of_logprobs[:, None] / temperature)
 
 
 def store(out, rows, scores) -> None:
@@ -140,8 +136,8 @@ def select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum):
     return pick(top), pick(log_sum), g, pick(entropy), pick(of_entropy)
 
 
-def chunk_gradient(x, picked, temperature, saved, a, b, dtype=None):
-    return score_gradient(x, picked[a:b], temperature, *(None if s is None else s[a:b] for s in saved), dtype=dtype)
+def cut(saved, a: int, b: int):
+    return tuple(None if x is None else x[a:b] for x in saved)
 
 
 def check_scored(scored: Tensor, targets, mask, temperature) -> float:
