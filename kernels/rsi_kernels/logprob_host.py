@@ -5,7 +5,6 @@ own for that reason, since a call into the C library would end them. Arithmetic 
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -13,8 +12,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from . import runtime
+
 BLOCK = 4096  # logits: 16 KiB in fp32, which stay in the L1 cache
-THREAD_WORK = 2**21  # logits for which a thread is worth starting
 
 FP, INT = np.float32, np.int32
 LOG2_E, LN_2 = FP(1 / math.log(2)), FP(math.log(2))
@@ -196,7 +196,7 @@ def score(x: Tensor, rows: Tensor | None, targets: Tensor, temperature: float, w
     """
     out = torch.zeros((4, len(targets)))
     arguments = *_flat(x, rows), x.shape[1], targets.numpy(), FP(temperature), with_entropy, out.numpy()
-    _in_threads(_score, arguments, len(targets), x.shape[1])
+    runtime.in_threads(_score, arguments, len(targets), x.shape[1])
     return out
 
 
@@ -213,7 +213,7 @@ def write_gradient(x, rows, targets, temperature: float, saved, out: Tensor, out
     if out_rows is None:
         out_rows = torch.arange(len(targets))
     moves = rows is not None and out.data_ptr() == x.data_ptr() and not torch.equal(rows, out_rows)
-    _in_threads(
+    runtime.in_threads(
         _gradient, (*arguments, entropy, of_entropy, *_flat(out, out_rows)), len(targets), 0 if moves else x.shape[1]
     )
 
@@ -225,16 +225,3 @@ def _flat(x: Tensor, rows: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
     pitch = max(x.stride(0), 1) if num_rows > 1 else max(width, 1)
     flat = x.detach().as_strided(((num_rows - 1) * pitch + width if num_rows else 0,), (1,))
     return (flat.view(torch.uint16) if x.dtype == torch.bfloat16 else flat).numpy(), (rows * pitch).numpy()
-
-
-def _in_threads(compiled, arguments: tuple, num_rows: int, width: int) -> None:
-    """Calls compiled(*arguments, begin, end), which lets go of the GIL, on as many threads as torch uses; width 0: on
-    one, row after row."""
-    count = max(min(torch.get_num_threads(), num_rows * width // THREAD_WORK, num_rows), 1)
-    bounds = [num_rows * i // count for i in range(count + 1)]
-    if count == 1:
-        compiled(*arguments, 0, num_rows)
-        return
-    with ThreadPoolExecutor(count) as pool:  # made anew: threads would not outlive a fork
-        for done in [pool.submit(compiled, *arguments, *ends) for ends in zip(bounds, bounds[1:], strict=False)]:
-            done.result()

@@ -1,9 +1,11 @@
 """The one place that knows about devices, Triton and its interpreter."""
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+THREAD_WORK = 2**21  # elements for which a thread is worth starting
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -15,6 +17,21 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def uses_numba(tensor: torch.Tensor) -> bool:
     """True where an op takes loops compiled for the CPU."""
     return tensor.device.type == "cpu"
+
+
+def in_threads(compiled, arguments: tuple, num_rows: int, width: int) -> None:
+    """Calls compiled(*arguments, begin, end), which lets go of the GIL, on as many threads as torch uses.
+
+    width: elements of a row; 0: on one thread, row after row.
+    """
+    count = max(min(torch.get_num_threads(), num_rows * width // THREAD_WORK, num_rows), 1)
+    if count == 1:
+        compiled(*arguments, 0, num_rows)
+        return
+    bounds = [num_rows * i // count for i in range(count + 1)]
+    with ThreadPoolExecutor(count) as pool:  # made anew: threads would not outlive a fork
+        for done in [pool.submit(compiled, *arguments, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]:
+            done.result()
 
 
 def device_of(tensor: torch.Tensor):

@@ -1,32 +1,83 @@
-"""`turn_gae` on the CPU: numpy over the action tokens only, no Python loop over tokens or turns.
+"""`turn_gae` on the CPU, compiled by numba: one walk back along each row, in float64.
 
-numpy, since its flatnonzero, take and scatter are about twice as fast as torch's on one thread. Sums run in float64 and
-each row's arithmetic is its own (blocks are counted from the row's first action token), so a row's result depends
-neither on its neighbours nor on padding.
+A row is computed by itself, token after token, so its result depends neither on its neighbours, nor on padding, nor on
+how rows are spread over threads.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numba import njit
 
+from . import runtime
 from .checks import fail
 
-BLOCK = 32  # positions scanned one after the other, in all blocks at once
+FALLING, TOKEN_REWARD, TURN_REWARD = 1, 2, 3  # what can be wrong with a row
 
 
-@dataclass
-class Actions:
-    """The action tokens of all rows, one after the other (n of them)."""
+@njit(nogil=True, cache=True)
+def _walk_back(
+    values, mask, ids, token_rewards, turn_rewards, ends, lams, critic_lams, starts,
+    gamma, token_gamma, token_lam, turn_credit, advantages, returns, problems, begin, end,
+):  # fmt: skip
+    """x is what everything after a token is worth to it; a token has the target reward + x, and hands x on as
+    g * ((1 - l) * value + l * target). problems [B, 2]: what is wrong with a row, and at which position or turn."""
+    num_ids = turn_rewards.shape[1]
+    for row in range(begin, end):
+        span = slice(starts[row], starts[row + 1])
+        v, is_action, turns, advantage, of_row = values[span], mask[span], ids[span], advantages[span], returns[span]
+        reward = token_rewards[span] if token_rewards.size > 0 else token_rewards
+        lam, critic_lam = lams[row], critic_lams[row]
+        value, target, critic_target = 0.0, 0.0, 0.0  # of the action token that comes next
+        pending, lost = 0.0, -1  # rewards on masked tokens before it, and where the first of them is
+        next_id, opens, closes = 0, -1, -1  # its turn: id, first token (as far as known), last token
+        for t in range(len(v) - 1, -1, -1):
+            if reward.size > 0 and reward[t] != 0:
+                pending += reward[t]
+                lost = t
+            if is_action[t] == 0:
+                advantage[t] = of_row[t] = 0
+                continue
+            turn = turns[t]
+            is_last = closes < 0
+            if is_last:
+                x = critic_x = ends[row]
+            elif turn != next_id:
+                x = gamma * ((1 - lam) * value + lam * target)
+                critic_x = gamma * ((1 - critic_lam) * value + critic_lam * critic_target)
+            else:
+                x = token_gamma * ((1 - token_lam) * value + token_lam * target)
+                critic_x = token_gamma * ((1 - token_lam) * value + token_lam * critic_target)
+            if is_last or turn != next_id:
+                if turn_credit and not is_last:
+                    _spread(advantage, is_action, opens, closes)
+                if not is_last and turn > next_id:
+                    problems[row, 0], problems[row, 1] = FALLING, opens
+                for k in range(max(turn, 0), num_ids if is_last else min(next_id, num_ids)):
+                    pending += turn_rewards[row, k]
+                next_id, closes = turn, t
+            value = v[t]
+            target, critic_target = pending + x, pending + critic_x
+            advantage[t], of_row[t] = target - value, critic_target
+            pending, lost, opens = 0.0, -1, t
+        if closes < 0:  # no action token: zeros, and rewards are dropped
+            continue
+        if turn_credit:
+            _spread(advantage, is_action, opens, closes)
+        if problems[row, 0] == 0 and lost >= 0:
+            problems[row, 0], problems[row, 1] = TOKEN_REWARD, lost
+        if problems[row, 0] == 0:
+            for k in range(min(next_id, num_ids)):
+                if turn_rewards[row, k] != 0:
+                    problems[row, 0], problems[row, 1] = TURN_REWARD, k
+                    break
 
-    mask: np.ndarray  # [N] bool
-    flat: np.ndarray  # [n] their positions in the flat input
-    first: np.ndarray  # [B + 1] where each row's tokens begin among them
-    starts: np.ndarray  # [B + 1] where each row begins in the flat input
-    turns: np.ndarray  # [n] turn ids
-    turn_first: np.ndarray  # [m] the first token of each turn
-    turn_length: np.ndarray  # [m] tokens of each turn
-    row_turn: np.ndarray  # [B + 1] where each row's turns begin in turn_first
+
+@njit
+def _spread(advantage, is_action, opens, closes):
+    """The advantage of the first token of a turn to all its tokens."""
+    for t in range(opens + 1, closes + 1):
+        if is_action[t] != 0:
+            advantage[t] = advantage[opens]
 
 
 def turn_gae_host(
@@ -34,132 +85,67 @@ def turn_gae_host(
     gamma, lam, token_gamma, token_lam, critic_lam, turn_credit, cu_seqlens, validate,
 ):  # fmt: skip
     """See `turn_gae`. lam and critic_lam: a number or a tensor [B]; critic_lam may be None. Returns fp32 tensors."""
-    starts = _row_starts(values, cu_seqlens, validate)
-    lam, critic_lam = _per_row("lam", lam, validate), _per_row("critic_lam", critic_lam, validate)
-    actions = _find_actions(action_mask, turn_ids, starts, validate)
-    end = np.zeros(len(starts) - 1)  # what the end of a row is worth to its last action token
+    starts = _row_starts(values, cu_seqlens)
+    num_rows = len(starts) - 1
+    lams = _per_row("lam", lam, num_rows, validate)
+    critic_lams = lams if critic_lam is None else _per_row("critic_lam", critic_lam, num_rows, validate)
+    ends = np.zeros(num_rows)  # what the end of a row is worth to its last action token
     if bootstrap_values is not None:
-        end += gamma * _float64(bootstrap_values)
+        ends += gamma * _numpy(bootstrap_values)
     if final_rewards is not None:
-        end += _float64(final_rewards)
-    on_token = None if token_rewards is None else _credit_tokens(_numpy(token_rewards), actions, validate)
-    on_turn = None if turn_rewards is None else _credit_turns(_float64(turn_rewards), actions, validate)
-    v = _numpy(values).take(actions.flat).astype(np.float64)
-
-    def targets(boundary_lam):
-        if token_gamma == 1 and token_lam == 1:
-            return _targets_by_turn(actions, v, on_token, on_turn, end, gamma, boundary_lam)
-        return _targets_by_token(actions, v, on_token, on_turn, end, gamma, boundary_lam, token_gamma, token_lam)
-
-    target = targets(lam)
-    advantage = target - v
-    if turn_credit:
-        advantage = np.repeat(advantage[actions.turn_first], actions.turn_length)
-
-    def scatter(x):
-        out = np.zeros(values.numel(), np.float32)
-        out[actions.flat] = x.astype(np.float32)
-        return torch.from_numpy(out).view(values.shape).to(values.device)
-
-    return scatter(advantage), scatter(target if critic_lam is None else targets(critic_lam))
+        ends += _numpy(final_rewards)
+    rewards = np.zeros(0, np.float32) if token_rewards is None else _numpy(token_rewards)
+    of_turns = np.zeros((num_rows, 0), np.float32)
+    if turn_rewards is not None:
+        of_turns = _numpy(turn_rewards).reshape(turn_rewards.shape)
+    mask = _numpy(action_mask if action_mask.dtype in (torch.bool, torch.uint8) else action_mask != 0).view(np.uint8)
+    ids = _numpy(turn_ids)
+    advantages, returns = (torch.empty(values.shape, dtype=torch.float32) for _ in range(2))
+    problems = np.zeros((num_rows, 2), np.int64)
+    arguments = (
+        _numpy(values), mask, ids, rewards, of_turns, ends, lams, critic_lams, starts,
+        gamma, token_gamma, token_lam, turn_credit, advantages.view(-1).numpy(), returns.view(-1).numpy(), problems,
+    )  # fmt: skip
+    runtime.in_threads(_walk_back, arguments, num_rows, values.numel() // max(num_rows, 1))
+    if validate and problems.any():
+        _report(problems, starts, ids, mask, rewards, of_turns)
+    return advantages.to(values.device), returns.to(values.device)
 
 
-def _targets_by_turn(actions, v, on_token, on_turn, end, gamma, lam) -> np.ndarray:
-    """Closed form without token decay: one target a turn; its tokens lack the rewards that came before them."""
-    reward, earlier = np.zeros(len(actions.turn_first)) if on_turn is None else on_turn, None
-    if on_token is not None:
-        rest = _scan_back(on_token, None, actions.first)  # of the row's token rewards, from each token on
-        after_turn = np.append(rest, 0.0)[actions.turn_first + actions.turn_length]
-        after_turn[_last(actions.row_turn)] = 0.0
-        reward = reward + rest[actions.turn_first] - after_turn
-        earlier = np.repeat(rest[actions.turn_first], actions.turn_length) - rest
-    target = _recursion(v[actions.turn_first], reward, end, gamma, _to_units(lam, actions.row_turn), actions.row_turn)
-    target = np.repeat(target, actions.turn_length)
-    return target if earlier is None else target - earlier
-
-
-def _targets_by_token(actions, v, on_token, on_turn, end, gamma, lam, token_gamma, token_lam) -> np.ndarray:
-    reward = np.zeros(len(v)) if on_token is None else on_token.copy()
-    if on_turn is not None:
-        reward[actions.turn_first + actions.turn_length - 1] += on_turn
-    boundary = np.zeros(len(v), bool)  # the next action token belongs to another turn
-    boundary[actions.turn_first[1:] - 1] = True
-    discount = np.where(boundary, gamma, token_gamma)
-    trace = np.where(boundary, _to_units(lam, actions.first), token_lam)
-    return _recursion(v, reward, end, discount, trace, actions.first)
-
-
-def _recursion(v, reward, end, discount, lam, first) -> np.ndarray:
-    """G[i] = reward[i] + discount[i] * ((1 - lam[i]) * v[i + 1] + lam[i] * G[i + 1]); after a row's last unit: end."""
-    follows = np.zeros_like(v)
-    follows[:-1] = v[1:]
-    follows *= discount * (1 - lam)
-    follows[_last(first)] = end[np.diff(first) > 0]
-    return _scan_back(reward + follows, np.broadcast_to(discount * lam, v.shape), first)
-
-
-def _to_units(lam, first: np.ndarray):
-    """One number per row spread over the row's units (tokens or turns)."""
-    return np.repeat(lam, np.diff(first)) if isinstance(lam, np.ndarray) else lam
-
-
-def _last(first: np.ndarray) -> np.ndarray:
-    """The last unit of each row that has one; first: [B + 1] where the rows begin."""
-    return first[1:][np.diff(first) > 0] - 1
-
-
-def _scan_back(p: np.ndarray, q: np.ndarray | None, first: np.ndarray) -> np.ndarray:
-    """y[i] = p[i] + q[i] * y[i + 1] within each row, 0 past its end. q None: all ones.
-
-    Rows are cut into blocks of 32. All blocks are scanned side by side in 32 steps, then the same is done with the
-    blocks' totals, so the steps number 32 a level, and no quantity is ever divided by a decay.
-    """
-    length = np.diff(first)
-    width = min(BLOCK, length.max(initial=0))  # short rows need fewer steps, and get the same bits
-    if width == 0:
-        return np.zeros(0)
-    num_blocks = -(-length // width)
-    block_first = np.concatenate([[0], np.cumsum(num_blocks)])
-    place = np.arange(len(p)) + np.repeat(block_first[:-1] * width - first[:-1], length)
-    y = np.zeros(block_first[-1] * width)
-    y[place] = p
-    y = np.ascontiguousarray(y.reshape(-1, width).T)  # [width, blocks]: a step reads whole lines
-    if q is None:
-        y = y[::-1].cumsum(axis=0)[::-1]
+def _report(problems, starts, ids, mask, rewards, turn_rewards) -> None:
+    row = int(np.flatnonzero(problems[:, 0])[0])
+    kind, at = problems[row].tolist()
+    position = starts[row] + at
+    uncredited = "no reward before a row's first action token, where no action can get it"
+    if kind == FALLING:
+        before = starts[row] + np.flatnonzero(mask[starts[row] : position])[-1]
+        fail("turn_ids", "never to fall along the action tokens of a row",
+             f"{ids[before]} then {ids[position]} at row {row}, position {at}")  # fmt: skip
+    elif kind == TOKEN_REWARD:
+        fail("token_rewards", uncredited, f"{rewards[position]} at row {row}, position {at}")
     else:
-        factor = np.ones(block_first[-1] * width)
-        factor[place] = q
-        factor = np.ascontiguousarray(factor.reshape(-1, width).T)
-        for i in range(width - 2, -1, -1):
-            y[i] += factor[i] * y[i + 1]
-            factor[i] *= factor[i + 1]
-    if num_blocks.max() > 1:
-        total = _scan_back(y[0].copy(), None if q is None else factor[0].copy(), block_first)
-        carry = np.append(total[1:], 0.0)
-        carry[_last(block_first)] = 0.0
-        y = y + (carry if q is None else factor * carry)
-    return y.T.reshape(-1)[place]
+        fail("turn_rewards", uncredited, f"{turn_rewards[row, at]} for turn {at} of row {row}")
 
 
-def _row_starts(values, cu_seqlens, validate) -> np.ndarray:
+def _row_starts(values, cu_seqlens) -> np.ndarray:
+    """[B + 1] where each row begins. cu_seqlens is checked always, since the walk would leave memory without."""
     if cu_seqlens is None:
         num_rows, length = values.shape
         return np.arange(num_rows + 1) * length
     starts = _numpy(cu_seqlens).astype(np.int64)
-    if validate:
-        if starts[0] != 0 or starts[-1] != values.numel():
-            fail("cu_seqlens", f"to begin with 0 and to end with {values.numel()}", f"{starts[0]} and {starts[-1]}")
-        falls = np.flatnonzero(np.diff(starts) < 0)
-        if len(falls):
-            i = falls[0]
-            fail("cu_seqlens", "never to fall", f"{starts[i]} then {starts[i + 1]} at {i + 1}")
+    if starts[0] != 0 or starts[-1] != values.numel():
+        fail("cu_seqlens", f"to begin with 0 and to end with {values.numel()}", f"{starts[0]} and {starts[-1]}")
+    falls = np.flatnonzero(np.diff(starts) < 0)
+    if len(falls):
+        i = falls[0]
+        fail("cu_seqlens", "never to fall", f"{starts[i]} then {starts[i + 1]} at {i + 1}")
     return starts
 
 
-def _per_row(name, lam, validate):
+def _per_row(name, lam, num_rows, validate) -> np.ndarray:
     if not isinstance(lam, torch.Tensor):
-        return lam
-    lam = _float64(lam)
+        return np.full(num_rows, lam, np.float64)
+    lam = _numpy(lam).astype(np.float64)
     if validate:
         bad = np.flatnonzero(~((lam >= 0) & (lam <= 1)))
         if len(bad):
@@ -167,81 +153,7 @@ def _per_row(name, lam, validate):
     return lam
 
 
-def _find_actions(action_mask, turn_ids, starts, validate) -> Actions:
-    mask = _numpy(action_mask)
-    mask = mask if mask.dtype == bool else mask != 0
-    flat = np.flatnonzero(mask)
-    first = np.searchsorted(flat, starts)
-    turns = _numpy(turn_ids).take(flat)
-    opens = np.ones(len(flat), bool)
-    np.not_equal(turns[1:], turns[:-1], out=opens[1:])
-    row_first = first[:-1][first[:-1] < len(flat)]
-    if validate:
-        falls = np.flatnonzero(turns[1:] < turns[:-1]) + 1
-        falls = falls[~np.isin(falls, row_first)]
-        if len(falls):
-            i = falls[0]
-            row = np.searchsorted(starts, flat[i], "right") - 1
-            fail("turn_ids", "never to fall along the action tokens of a row",
-                 f"{turns[i - 1]} then {turns[i]} at row {row}, position {flat[i] - starts[row]}")  # fmt: skip
-    opens[row_first] = True
-    turn_first = np.flatnonzero(opens)
-    turn_length = np.diff(turn_first, append=len(flat))
-    return Actions(mask, flat, first, starts, turns, turn_first, turn_length, np.searchsorted(turn_first, first))
-
-
-def _credit_tokens(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray | None:
-    """Rewards [N] moved to the action tokens [n]; None when all are zero."""
-    stray = (rewards != 0) & ~actions.mask
-    if not stray.any():
-        credit = rewards.take(actions.flat).astype(np.float64)
-        return credit if credit.any() else None
-    if validate:
-        # In rows without an action token rewards are dropped in silence.
-        has = np.diff(actions.first) > 0
-        lead_end = actions.starts[:-1].copy()
-        lead_end[has] = actions.flat[actions.first[:-1][has]]
-        at = np.flatnonzero(stray)
-        lost = at[at < np.repeat(lead_end, np.diff(np.searchsorted(at, actions.starts)))]
-        if len(lost):
-            row = np.searchsorted(actions.starts, lost[0], "right") - 1
-            fail("token_rewards", "no reward before a row's first action token, where no action can get it",
-                 f"{rewards[lost[0]]} at row {row}, position {lost[0] - actions.starts[row]}")  # fmt: skip
-    # One sum from each action token to the next; a row's begin is a cut too, and what stands before its first action
-    # token is left out. The zero at the end takes the cuts of empty rows.
-    n, num_rows = len(actions.flat), len(actions.starts) - 1
-    cuts = np.insert(actions.flat, actions.first[:-1], actions.starts[:-1])
-    sums = np.add.reduceat(np.append(rewards, np.float32(0)), cuts, dtype=np.float64)
-    return sums[np.arange(n) + np.repeat(np.arange(1, num_rows + 1), np.diff(actions.first))]
-
-
-def _credit_turns(rewards: np.ndarray, actions: Actions, validate) -> np.ndarray | None:
-    """Rewards [B, K] summed for each turn [m]: those of its id and of the ids up to the row's next turn."""
-    num_rows, num_ids = rewards.shape
-    num_turns = np.diff(actions.row_turn)
-    ids = np.clip(actions.turns[actions.turn_first], 0, num_ids).astype(np.int64)
-    has = num_turns > 0
-    if validate:
-        lowest = np.zeros(num_rows, np.int64)
-        lowest[has] = ids[actions.row_turn[:-1][has]]
-        lost = (rewards != 0) & (np.arange(num_ids) < lowest[:, None])
-        if lost.any():
-            row, k = np.argwhere(lost)[0]
-            fail("turn_rewards", "no reward of a turn before a row's first action token, where no action can get it",
-                 f"{rewards[row, k]} for turn {k} of row {row}")  # fmt: skip
-    begin = ids + np.repeat(np.arange(num_rows) * num_ids, num_turns)
-    end = np.append(begin[1:], 0)
-    end[_last(actions.row_turn)] = (np.flatnonzero(has) + 1) * num_ids
-    if not len(begin):
-        return None
-    sums = np.add.reduceat(np.append(rewards.reshape(-1), 0.0), np.stack([begin, end], 1).reshape(-1))[::2]
-    return np.where(begin < end, sums, 0.0)
-
-
 def _numpy(x: torch.Tensor) -> np.ndarray:
+    """Flat, on the host; low precision as fp32."""
     x = x.detach()
     return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).cpu().contiguous().view(-1).numpy()
-
-
-def _float64(x: torch.Tensor) -> np.ndarray:
-    return x.detach().double().cpu().contiguous().numpy()

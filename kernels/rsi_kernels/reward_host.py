@@ -1,0 +1,60 @@
+"""`family_rewards` on the CPU, compiled by numba: one pass over the reports."""
+
+import numpy as np
+import torch
+from numba import njit
+
+from . import checks, runtime
+
+
+@njit(nogil=True, cache=True)
+def _walk(passed, family, success, weights, partial_cap, reward, progress, fraction, unknown, begin, end):
+    """unknown [R]: one plus the column of a check whose family is none of those weighted."""
+    num_families = len(weights)
+    total, got = np.zeros(num_families + 1), np.zeros(num_families + 1)  # the last is for checks of no family
+    for row in range(begin, end):
+        total[:] = 0
+        got[:] = 0
+        for column in range(family.shape[1]):
+            f = family[row, column]
+            if f < 0 or f >= num_families:
+                if f != -1:
+                    unknown[row] = column + 1
+                f = num_families
+            total[f] += 1
+            got[f] += passed[row, column]
+        weighted, weight_sum = 0.0, 0.0
+        for f in range(num_families):
+            if total[f] == 0:
+                fraction[row, f] = np.nan
+                continue
+            fraction[row, f] = got[f] / total[f]
+            if weights[f] > 0:
+                weighted += weights[f] * (got[f] / total[f])
+                weight_sum += weights[f]
+        progress[row] = weighted / weight_sum if weight_sum > 0 else 0.0
+        reward[row] = 1.0 if success[row] != 0 else partial_cap * progress[row]
+
+
+def family_rewards_host(passed, family, success, family_weights, partial_cap):
+    """See `family_rewards`; (reward, progress, family_fraction)."""
+    if family_weights is None:
+        weights = np.ones(max(int(family.max()), -1) + 1 if family.numel() else 0)
+    else:
+        weights = family_weights.double().numpy()
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            checks.fail("family_weights", "finite numbers of at least 0", family_weights.tolist())
+    num_rows, num_checks = family.shape
+    reward, progress = torch.empty(num_rows), torch.empty(num_rows)
+    fraction = torch.empty(num_rows, len(weights))
+    unknown = np.zeros(num_rows, np.int64)
+    passed = passed.contiguous().view(torch.uint8) if passed.dtype == torch.bool else passed.float().contiguous()
+    family = family.contiguous().numpy()
+    outputs = reward.numpy(), progress.numpy(), fraction.numpy(), unknown
+    arguments = passed.numpy(), family, (success != 0).numpy(), weights, partial_cap, *outputs
+    runtime.in_threads(_walk, arguments, num_rows, num_checks)
+    if unknown.any():
+        row = int(unknown.nonzero()[0][0])
+        column = int(unknown[row]) - 1
+        checks.fail("family", f"ids in [-1, {len(weights)})", f"{family[row, column]} at row {row}, check {column}")
+    return reward, progress, fraction
