@@ -41,38 +41,50 @@ class Case:
         return dict(op=self.op, shape=shape, dtype=str(self.dtype).removeprefix("torch."), mode=self.mode)
 
 
-def cases(sizes: dict) -> Iterator[Case]:
-    fp32, bf16 = torch.float32, torch.bfloat16
-    for shape in sizes["gae"]:
-        make = partial(inputs.gae, *shape)
-        yield Case("turn_gae", shape, fp32, "fwd", make, lambda x: 13 * x.mask.numel() + 12 * x.mask.sum())
+def gae_case(shape, **options) -> Case:
+    make = partial(inputs.gae, *shape, **options)
+    return Case("turn_gae", shape, torch.float32, "fwd", make, lambda x: 13 * x.mask.numel() + 12 * x.mask.sum())
 
-    def logits(op, dtype, mode, make):
+
+def families_case(shape) -> Case:
+    make = partial(inputs.families, *shape)
+    return Case("family_rewards", shape, torch.float32, "fwd", make, lambda x: 5 * x.family.numel())
+
+
+def logits_cases(shape, dtype) -> Iterator[Case]:
+    def case(op, mode, make):
         passes = 3 if mode == "fwd_bwd" else 1
         work = lambda x: passes * x.mask.sum() * x.logits.shape[-1] * x.logits.element_size()  # noqa: E731
-        return Case(op, sizes["logits"], dtype, mode, make, work)
+        return Case(op, shape, dtype, mode, make, work)
 
-    def linear(op, dtype, mode, make, num_products):
-        work = lambda x: 2 * num_products * x.mask.sum() * x.weight.numel()  # noqa: E731
-        shape = make.args[:3]
-        return Case(op, shape, dtype, mode, make, work, "gflop_s")
+    all_tokens = partial(inputs.logits, *shape, dtype, False)
+    yield case("token_logprobs", "fwd", all_tokens)
+    yield case("token_logprobs", "fwd_bwd", all_tokens)
+    yield case("token_logprobs_entropy", "fwd", all_tokens)
+    yield case("token_logprobs_masked", "fwd", partial(inputs.logits, *shape, dtype, True))
 
-    families = partial(inputs.families, *sizes["families"])
-    yield Case("family_rewards", sizes["families"], fp32, "fwd", families, lambda x: 5 * x.family.numel())
+
+def linear_case(op, mode, make) -> Case:
+    """Products: one for the logits; with gradient two more, and for log-probs the logits once again."""
+    num_products = {"linear_token_logprobs": 4, "linear_ppo_loss": 3}[op] if mode == "fwd_bwd" else 1
+    work = lambda x: 2 * num_products * x.mask.sum() * x.weight.numel()  # noqa: E731
+    return Case(op, make.args[:3], make.args[3], mode, make, work, "gflop_s")
+
+
+def cases(sizes: dict) -> Iterator[Case]:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    yield from map(gae_case, sizes["gae"])
+    yield families_case(sizes["families"])
     # bf16 products come last, and of fewer tokens: where the CPU has no instruction for them, a call takes minutes.
     for dtype in (fp32, bf16):
         num_tokens, *weight = sizes["linear"]
         products = partial(inputs.linear, num_tokens if dtype == fp32 else 512, *weight, dtype)
         if dtype == fp32:
-            yield linear("linear_token_logprobs", dtype, "fwd", products, 1)
-            yield linear("linear_ppo_loss", dtype, "fwd_bwd", products, 3)
-        all_tokens = partial(inputs.logits, *sizes["logits"], dtype, False)
-        yield logits("token_logprobs", dtype, "fwd", all_tokens)
-        yield logits("token_logprobs", dtype, "fwd_bwd", all_tokens)
-        yield logits("token_logprobs_entropy", dtype, "fwd", all_tokens)
-        yield logits("token_logprobs_masked", dtype, "fwd", partial(inputs.logits, *sizes["logits"], dtype, True))
+            yield linear_case("linear_token_logprobs", "fwd", products)
+            yield linear_case("linear_ppo_loss", "fwd_bwd", products)
+        yield from logits_cases(sizes["logits"], dtype)
         if dtype == bf16:
-            yield linear("linear_ppo_loss", dtype, "fwd_bwd", products, 3)
+            yield linear_case("linear_ppo_loss", "fwd_bwd", products)
 
 
 def run_case(case: Case, x: SimpleNamespace, ceilings: dict, skip_compiled: bool, deadline: float) -> list[dict]:
@@ -140,7 +152,7 @@ def call(function, x, mode: str):
     for leaf in x.leaves:
         leaf.requires_grad_()
     out = function(x)
-    upstream = x.upstream.to(out.dtype) if out.dim() else None
+    upstream = x.upstream.to(out.dtype) if out.dim() else getattr(x, "of_loss", None)
     return out.detach(), *torch.autograd.grad(out, x.leaves, upstream)
 
 

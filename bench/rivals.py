@@ -69,6 +69,22 @@ def source(package: str, path: str, names: str, **known):
     return SimpleNamespace(**namespace)
 
 
+def module(package: str, path: str):
+    """An installed source file as a module of its own, without its package; for kernels, which Triton wants whole."""
+    file = Path(importlib.util.find_spec(package).origin).parent / path
+    if not file.exists():
+        raise Unavailable(f"no {package}/{path}")
+    spec = importlib.util.spec_from_file_location(f"{package}_{file.stem}", file)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def on_gpu() -> bool:
+    """True in `bench.gpu`; `bench.cpu` has a CPU build of torch."""
+    return torch.cuda.is_available()
+
+
 def compiled(function):
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise Unavailable("no C++ compiler found")
@@ -115,7 +131,7 @@ def plain_gae():
     """The recursion as one writes it down: token after token, all rows at once."""
 
     def run(x):
-        following, trace = torch.zeros(len(x.values)), torch.zeros(len(x.values))
+        following, trace = torch.zeros_like(x.values[:, 0]), torch.zeros_like(x.values[:, 0])
         advantages = torch.zeros_like(x.values)
         for t in range(x.values.shape[1] - 1, -1, -1):
             delta = x.rewards[:, t] + GAMMA * following - x.values[:, t]
@@ -153,17 +169,27 @@ def verl_logprobs_entropy():
 
 
 def _trl():
-    names = "selective_log_softmax entropy_from_logits selective_log_softmax_and_entropy"
     # On a CPU it never takes its Triton path.
+    names = "selective_log_softmax entropy_from_logits selective_log_softmax_and_entropy"
     return source("trl", "trainer/utils.py", names, is_triton_available=lambda: False)
 
 
+def _trl_kernel():
+    return module("trl", "kernels/logprob_entropy.py").selective_log_softmax_and_entropy
+
+
 def trl_logprobs():
+    if on_gpu():
+        kernel = _trl_kernel()
+        return lambda x: kernel(x.logits, x.targets, 1.0, x.row_mask)[0]
     trl = _trl()
-    return lambda x: trl.selective_log_softmax(x.logits, x.targets, row_mask=None if x.mask.all() else x.mask)
+    return lambda x: trl.selective_log_softmax(x.logits, x.targets, row_mask=x.row_mask)
 
 
 def trl_logprobs_entropy():
+    if on_gpu():
+        kernel = _trl_kernel()
+        return lambda x: kernel(x.logits, x.targets)
     trl = _trl()
     return lambda x: trl.selective_log_softmax_and_entropy(x.logits, x.targets)
 
@@ -252,7 +278,8 @@ def liger_linear():
 
 def trl_linear():
     names = "TOKEN_CHUNK_SIZE OPTIONAL_OUTPUTS _BLOCK_SIZE _torch_transform _forward_tile ChunkedLogProbFunction"
-    trl = source("trl", "kernels/chunked_logprob.py", names, _use_triton=lambda device: False)
+    path = "kernels/chunked_logprob.py"
+    trl = module("trl", path) if on_gpu() else source("trl", path, names, _use_triton=lambda device: False)
 
     def run(x):
         hidden, targets = x.hidden.flatten(0, 1), x.targets.view(-1)
@@ -265,11 +292,12 @@ def trl_linear():
 def cce_linear():
     from cut_cross_entropy import linear_cross_entropy
 
-    compiled(lambda: None)  # its CPU form is torch.compile
+    if not on_gpu():
+        compiled(lambda: None)  # its CPU form is torch.compile
 
     def run(x):
-        targets = torch.where(x.mask, x.targets, -100)
-        return -linear_cross_entropy(x.hidden, x.weight, targets, reduction="none", impl="torch_compile")
+        targets, impl = torch.where(x.mask, x.targets, -100), "cce" if x.hidden.is_cuda else "torch_compile"
+        return -linear_cross_entropy(x.hidden, x.weight, targets, reduction="none", impl=impl)
 
     return run
 
@@ -279,7 +307,7 @@ def plain_linear():
         """Gathers the action tokens first, as hardly anyone does."""
         logits = (x.hidden[x.mask] @ x.weight.T).float()
         logprobs = torch.log_softmax(logits, -1).gather(-1, x.targets[x.mask][:, None])[:, 0]
-        return torch.zeros(x.mask.shape).masked_scatter(x.mask, logprobs)
+        return torch.zeros_like(x.mask, dtype=torch.float32).masked_scatter(x.mask, logprobs)
 
     return run
 
@@ -310,11 +338,43 @@ def liger_ppo():
     )[0]  # fmt: skip
 
 
+# policy_loss and value_loss
+
+
+def ours_policy():
+    return lambda x: rsi_kernels.policy_loss(x.logprobs, x.old_logprobs, x.advantages, x.mask).loss
+
+
+def ours_value():
+    return lambda x: rsi_kernels.value_loss(x.values, x.old_values, x.returns, x.mask).loss
+
+
+def plain_policy():
+    return with_policy_loss(lambda: lambda x: x.logprobs)()
+
+
+def compiled_policy():
+    return compiled(plain_policy())
+
+
+def plain_value():
+    def run(x):
+        clipped = torch.clamp(x.values, x.old_values - 0.2, x.old_values + 0.2)
+        loss = 0.5 * torch.maximum((x.values - x.returns) ** 2, (clipped - x.returns) ** 2)
+        return torch.where(x.mask, loss, 0.0).sum() / x.mask.sum()
+
+    return run
+
+
+def compiled_value():
+    return compiled(plain_value())
+
+
 # family_rewards
 
 
 def ours_families():
-    return lambda x: (rsi_kernels.family_rewards(x.passed, x.family, x.success, family_weights=[1.0] * 8).reward,)
+    return lambda x: (rsi_kernels.family_rewards(x.passed, x.family, x.success, family_weights=x.weights).reward,)
 
 
 def loop_families():
@@ -327,13 +387,17 @@ def loop_families():
             passed[family] = passed.get(family, 0) + is_passed
         return 0.4 * sum(passed[f] / total[f] for f in total) / len(total) if total else 0.0
 
-    return lambda x: (torch.tensor([reward(r, s) for r, s in zip(x.reports, x.success.tolist(), strict=True)]),)
+    def run(x):
+        rewards = [reward(r, s) for r, s in zip(x.reports, x.success.tolist(), strict=True)]
+        return (torch.tensor(rewards, device=x.success.device),)
+
+    return run
 
 
 def _scatter(passed, family, success, num_families: int = 8):
     slot = torch.where(family < 0, num_families, family).long()
-    zeros = torch.zeros(len(family), num_families + 1)
-    total = zeros.scatter_add(1, slot, torch.ones(slot.shape))[:, :num_families]
+    zeros = torch.zeros(len(family), num_families + 1, device=family.device)
+    total = zeros.scatter_add(1, slot, torch.ones_like(slot, dtype=torch.float32))[:, :num_families]
     num_passed = zeros.scatter_add(1, slot, passed.float())[:, :num_families]
     progress = (num_passed / total.clamp(min=1)).sum(1) / (total > 0).sum(1).clamp(min=1)
     return torch.where(success, 1.0, 0.4 * progress)
@@ -356,6 +420,8 @@ OURS = {
     "linear_token_logprobs": Rival("rsi-fast", "rsi-fast", ours_linear, "logprobs"),
     "linear_ppo_loss": Rival("rsi-fast", "rsi-fast", ours_linear_ppo, "loss"),
     "family_rewards": Rival("rsi-fast", "rsi-fast", ours_families, "reward"),
+    "policy_loss": Rival("rsi-fast", "rsi-fast", ours_policy, "loss"),
+    "value_loss": Rival("rsi-fast", "rsi-fast", ours_value, "loss"),
 }
 
 _LOGPROBS = [
@@ -400,5 +466,13 @@ RIVALS = {
         Rival("Python loop", "torch", loop_families, "reward"),
         Rival("PyTorch scatter", "torch", scatter_families, "reward"),
         Rival("torch.compile", "torch", compiled_families, "reward", compiles=True),
+    ],
+    "policy_loss": [
+        Rival("PyTorch", "torch", plain_policy, "loss"),
+        Rival("torch.compile", "torch", compiled_policy, "loss", compiles=True),
+    ],
+    "value_loss": [
+        Rival("PyTorch", "torch", plain_value, "loss"),
+        Rival("torch.compile", "torch", compiled_value, "loss", compiles=True),
     ],
 }

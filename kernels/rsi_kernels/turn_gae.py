@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import checks, runtime
-from .turn_gae_host import turn_gae_host
 
 
 class GAEOutput(NamedTuple):
@@ -45,10 +44,12 @@ def _turn_gae(
         gamma, lam if lam_rows is None else lam_rows, token_gamma, token_lam,
         critic_lam if critic_lam_rows is None else critic_lam_rows, turn_credit, cu_seqlens,
     )  # fmt: skip
+    if not runtime.uses_triton(values) or validate:
+        from .turn_gae_host import turn_gae_host  # imports numba, which a GPU does without
+
+        on_host = turn_gae_host(*arguments, validate)  # asked for by name: checked on the host, which costs a copy
     if not runtime.uses_triton(values):
-        return turn_gae_host(*arguments, validate)
-    if validate:
-        turn_gae_host(*arguments, True)  # asked for by name: checked on the host, which costs a copy
+        return on_host
     from .turn_gae_triton import launch  # imports Triton, which a CPU-only install lacks
 
     with runtime.device_of(values):
