@@ -51,6 +51,12 @@ def families_case(shape) -> Case:
     return Case("family_rewards", shape, torch.float32, "fwd", make, lambda x: 5 * x.family.numel())
 
 
+def loss_cases(num_tokens: int) -> Iterator[Case]:
+    for op, make in (("policy_loss", inputs.policy), ("value_loss", inputs.value)):
+        work = lambda x: 5 * x.mask.numel() + 12 * x.mask.sum()  # noqa: E731
+        yield Case(op, (num_tokens,), torch.float32, "fwd_bwd", partial(make, num_tokens), work)
+
+
 def logits_cases(shape, dtype) -> Iterator[Case]:
     def case(op, mode, make):
         passes = 3 if mode == "fwd_bwd" else 1
