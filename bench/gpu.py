@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -87,12 +88,10 @@ def failed_checks(only: str, seed: int) -> list[str]:
             if wants_graph:
                 graphs.add((case.op, case.dtype, case.mode))
                 problems += gpu_checks.graph_problems(case, seed, capture)
-        except torch.OutOfMemoryError as e:
-            print(f"left out: {check.name}: {no_room(e)}", flush=True)
-            continue
-        except (
-            Exception
-        ) as e:  # a kernel that does not compile or faults is a failed check, and the rest is of interest
+        except Exception as e:  # a kernel that does not compile or faults has failed; the rest is of interest
+            if lack := out_of_memory(e):
+                print(f"left out: {check.name}: {no_room(lack)}", flush=True)
+                continue
             problems = [f"{type(e).__name__}: {first_line(e)}"]
         finally:
             release()
@@ -101,6 +100,13 @@ def failed_checks(only: str, seed: int) -> list[str]:
         if problems:
             failed.append(check.name)
     return failed
+
+
+def out_of_memory(e: BaseException | None) -> torch.OutOfMemoryError | None:
+    """It, where a lack of memory is behind the error: ending a graph's capture then fails as well."""
+    while e is not None and not isinstance(e, torch.OutOfMemoryError):
+        e = e.__context__
+    return e
 
 
 def no_room(e: torch.OutOfMemoryError) -> str:
@@ -121,8 +127,15 @@ def release() -> None:
 # Time
 
 
-def capture(calls: list[Callable]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls; its results are kept, or their memory would be used again within the graph."""
+class Captured(NamedTuple):
+    """results, of each call, are kept, or their memory would be used again within the graph."""
+
+    replay: Callable[[], None]
+    results: list
+    graph: torch.cuda.CUDAGraph
+
+
+def capture(calls: list[Callable]) -> Captured:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -130,8 +143,8 @@ def capture(calls: list[Callable]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        graph.results = [run() for run in calls]
-    return graph
+        results = [run() for run in calls]
+    return Captured(graph.replay, results, graph)
 
 
 def event_ms(run: Callable) -> float:
@@ -182,15 +195,16 @@ def full_call_ms(calls: list[Callable], count: int) -> float:
     return min(round_ms() for _ in range(ROUNDS if count > 1 else 1))
 
 
-def timed(calls: list[Callable], in_graph: bool, filler: torch.Tensor) -> dict:
-    first_ms = event_ms(calls[0])  # compiles
+def timed(calls: list[Callable], in_graph: bool, filler: torch.Tensor, compiles=True) -> dict:
+    """compiles: the first call does more than the next, and says nothing about time."""
+    first_ms = event_ms(calls[0])
+    if first_ms > PATIENCE_MS and not compiles:
+        return dict(device_ms=first_ms, full_call_ms=first_ms, peak_mib=None)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    if first_ms < PATIENCE_MS:
-        first_ms = event_ms(calls[0])
+    calls[0]()
+    torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    if first_ms > PATIENCE_MS:
-        return dict(device_ms=first_ms, full_call_ms=first_ms, peak_mib=None)
     device_ms = replayed_ms(calls) if in_graph else queued_ms(calls[0], filler)
     count = 1 if device_ms > SLOW_MS else CALLS
     return dict(device_ms=device_ms, full_call_ms=full_call_ms(calls, count), peak_mib=peak / 2**20)
@@ -199,10 +213,10 @@ def timed(calls: list[Callable], in_graph: bool, filler: torch.Tensor) -> dict:
 def ceilings(sizes: dict, filler: torch.Tensor) -> dict[str, float]:
     """Copy: bytes read plus bytes written. Product: of square bf16 matrices."""
     target = torch.empty_like(filler)
-    copy_ms = replayed_ms([lambda: target.copy_(filler)])
+    copy_ms = replayed_ms([lambda: target.copy_(filler)] * 4)
     n = sizes["product"]
     a, b = (inputs.normal(n, n, g=torch.Generator("cuda"), dtype=torch.bfloat16) for _ in range(2))
-    product_ms = replayed_ms([lambda: a @ b])
+    product_ms = replayed_ms([lambda: a @ b] * 4)
     return dict(copy_gb_s=2 * filler.nbytes / copy_ms / 1e6, matmul_gflop_s=2 * n**3 / product_ms / 1e6)
 
 
@@ -242,11 +256,12 @@ def time_rival(rival: Rival, case: cpu.Case, seed: int, filler: torch.Tensor, de
         if problem := rival_problem(rival, case.op, case.mode, case.dtype, seed):
             raise Unavailable(problem)
         x = case.make(torch.Generator("cuda").manual_seed(seed), exact=False)
-        record |= timed([partial(cpu.call, rival.load(), x, case.mode)], False, filler)
-    except torch.OutOfMemoryError as e:
-        record["reason"] = no_room(e)
+        record |= timed([partial(cpu.call, rival.load(), x, case.mode)], False, filler, rival.compiles)
     except Exception as e:  # that a rival fails is a result
-        record["reason"] = first_line(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {first_line(e)}"
+        if lack := out_of_memory(e):
+            record["reason"] = no_room(lack)
+        else:
+            record["reason"] = first_line(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {first_line(e)}"
     finally:
         x = None
         release()
@@ -311,11 +326,11 @@ def show(r: dict) -> str:
         return "-" if r.get(key) is None else format(r[key], form)
 
     rate = number("gb_s" if "gb_s" in r else "gflop_s", ".0f")
-    bars = ", ".join(f"{b['bar']} {'met' if b['met'] else 'MISSED'}" for b in r["bars"])
+    note = ", ".join(f"{b['bar']} {'met' if b['met'] else 'MISSED'}" for b in r["bars"]) or r["reason"] or ""
     return (
         f"{r['op']:<22} {r['shape']:<17} {r['dtype']:<8} {r['mode']:<7} {r['rival'] or 'rsi-fast':<21}"
         f" {number('device_ms', '.4f'):>10} {number('full_call_ms', '.4f'):>10} {number('ratio', '.2f'):>7}"
-        f" {rate:>8} {number('percent_of_ceiling', '.0f'):>4}% {number('peak_mib', '.0f'):>7}  {bars or r['reason'] or ''}"
+        f" {rate:>8} {number('percent_of_ceiling', '.0f'):>4}% {number('peak_mib', '.0f'):>7}  {note}"
     )
 
 
@@ -360,8 +375,10 @@ def main() -> None:
             device_ms[case.op, case.shape, case.mode] = record["device_ms"]
         except Unavailable as e:
             record["reason"] = str(e)
-        except torch.OutOfMemoryError as e:
-            record["reason"] = f"left out: {no_room(e)}"
+        except Exception as e:
+            if not (lack := out_of_memory(e)):
+                raise
+            record["reason"] = f"left out: {no_room(lack)}"
         release()
         plain_ms = device_ms.get((case.op.removesuffix("_entropy"), case.shape, case.mode))
         if case.op.endswith("_entropy") and plain_ms and record.get("device_ms"):
@@ -370,6 +387,8 @@ def main() -> None:
     # Rivals come last, so that none of them, however slow, can keep an operation of ours from being timed.
     for case in chosen:
         for rival in RIVALS[case.op] if (case.op, case.shape, case.mode) in device_ms else []:
+            if rival.answer is None and case.mode == "fwd_bwd":  # a floor for the forward pass
+                continue
             record = case.key | dict(rival=rival.name, ratio=None) | time_rival(rival, case, seed, filler, deadline)
             if record.get("device_ms"):
                 record["ratio"] = record["device_ms"] / device_ms[case.op, case.shape, case.mode]
