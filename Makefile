@@ -15,7 +15,7 @@ BENCH_BACKEND := $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
 BENCH_STAMP := .venv-bench/.is-built
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup bench-setup demo demo-base bench compile-report test test-faults lint clean lock
+.PHONY: setup bench-setup demo demo-base bench bench-gpu compile-report test test-faults lint clean lock
 
 setup: $(STAMP)
 
@@ -46,6 +46,12 @@ $(BENCH_STAMP): requirements/bench.txt pyproject.toml
 # Every operation beside what people use otherwise, on one CPU thread: bench/README.md.
 bench: bench-setup
 	.venv-bench/bin/python -m bench.cpu
+
+# Checks, then times every operation on this machine's GPU: bench/README.md. Builds no environment: torch, triton and numpy
+# are enough, in PYTHON if given, else in .venv where that exists.
+GPU_PYTHON := $(if $(filter command environment,$(word 1,$(origin PYTHON))),$(PYTHON),$(if $(wildcard .venv/bin/python),.venv/bin/python,python3))
+bench-gpu:
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m bench.gpu
 
 # Registers, spills and load widths of every Triton kernel for sm_80, sm_90 and sm_100; needs no GPU.
 compile-report: setup

@@ -52,6 +52,7 @@ BARS = {
 }
 RIVAL_BARS = {("token_logprobs", "TRL"), ("token_logprobs_masked", "TRL"), ("token_logprobs_entropy", "TRL")}
 BARS_ARE_FOR = "H200"
+DEVICE = "cuda"
 REPLAYS = 20
 CALLS, ROUNDS = 20, 5  # of the full call; the best round counts
 SLOW_MS = 50.0  # beyond this a tenth of the replays and calls do
@@ -84,10 +85,10 @@ def failed_checks(only: str, seed: int) -> list[str]:
         wants_graph = case and case.op not in gpu_checks.WAITS and (case.op, case.dtype, case.mode) not in graphs
         begin = time.monotonic()
         try:
-            problems = gpu_checks.problems(check, seed, "cuda")
+            problems = gpu_checks.problems(check, seed, DEVICE)
             if wants_graph:
                 graphs.add((case.op, case.dtype, case.mode))
-                problems += gpu_checks.graph_problems(case, seed, capture)
+                problems += gpu_checks.graph_problems(case, seed, DEVICE, capture)
         except Exception as e:  # a kernel that does not compile or faults has failed; the rest is of interest
             if lack := out_of_memory(e):
                 print(f"left out: {check.name}: {no_room(lack)}", flush=True)
@@ -215,7 +216,7 @@ def ceilings(sizes: dict, filler: torch.Tensor) -> dict[str, float]:
     target = torch.empty_like(filler)
     copy_ms = replayed_ms([lambda: target.copy_(filler)] * 4)
     n = sizes["product"]
-    a, b = (inputs.normal(n, n, g=torch.Generator("cuda"), dtype=torch.bfloat16) for _ in range(2))
+    a, b = (inputs.normal(n, n, g=torch.Generator(DEVICE), dtype=torch.bfloat16) for _ in range(2))
     product_ms = replayed_ms([lambda: a @ b] * 4)
     return dict(copy_gb_s=2 * filler.nbytes / copy_ms / 1e6, matmul_gflop_s=2 * n**3 / product_ms / 1e6)
 
@@ -224,7 +225,7 @@ def ceilings(sizes: dict, filler: torch.Tensor) -> dict[str, float]:
 
 
 def time_ours(case: cpu.Case, seed: int, limits: dict, filler: torch.Tensor) -> dict:
-    x = case.make(torch.Generator("cuda").manual_seed(seed), exact=False)
+    x = case.make(torch.Generator(DEVICE).manual_seed(seed), exact=False)
     num_bytes = sum(t.nbytes for t in vars(x).values() if isinstance(t, torch.Tensor))
     in_graph = case.op not in gpu_checks.WAITS
     sets = [x] + [copied(x) for _ in range(min(MOST_SETS, COLD_BYTES // num_bytes) if in_graph else 0)]
@@ -255,7 +256,7 @@ def time_rival(rival: Rival, case: cpu.Case, seed: int, filler: torch.Tensor, de
             raise Unavailable("out of time")
         if problem := rival_problem(rival, case.op, case.mode, case.dtype, seed):
             raise Unavailable(problem)
-        x = case.make(torch.Generator("cuda").manual_seed(seed), exact=False)
+        x = case.make(torch.Generator(DEVICE).manual_seed(seed), exact=False)
         record |= timed([partial(cpu.call, rival.load(), x, case.mode)], False, filler, rival.compiles)
     except Exception as e:  # that a rival fails is a result
         if lack := out_of_memory(e):
@@ -272,7 +273,7 @@ def time_rival(rival: Rival, case: cpu.Case, seed: int, filler: torch.Tensor, de
 def rival_problem(rival: Rival, op: str, mode: str, dtype: torch.dtype, seed: int) -> str | None:
     for case in gpu_checks.cases(gpu_checks.SIZES):
         if (case.op, case.mode, case.dtype) == (op, mode, dtype):
-            x = case.make(torch.Generator("cuda").manual_seed(seed))
+            x = case.make(torch.Generator(DEVICE).manual_seed(seed))
             return cpu.check(cpu.call(rival.load(), x, mode), rival, x, case)[1]
     raise LookupError(f"no checked case of {op} {mode} {dtype}")
 
@@ -351,7 +352,7 @@ def main() -> None:
     print(name, report["versions"], f"seed {seed}", flush=True)
     if failed := failed_checks(args.only, seed):
         sys.exit(f"error: nothing is timed, since {len(failed)} checks failed (--seed {seed}): {'; '.join(failed)}")
-    filler = torch.ones(SIZES["filler"], device="cuda")
+    filler = torch.ones(SIZES["filler"], device=DEVICE)
     report |= dict(ceilings=ceilings(SIZES, filler), results=[])
     release()
     print(", ".join(f"{k} {v:.0f}" for k, v in report["ceilings"].items()))

@@ -115,8 +115,8 @@ def wrong(actual: torch.Tensor, exact: torch.Tensor) -> str | None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.reshape(-1), b.reshape(-1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    a, b = (y.contiguous().view(-1) for y in (a, b))
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def as_tuple(x) -> tuple:
@@ -129,12 +129,12 @@ def poison(device: str) -> None:
     del blocks
 
 
-def graph_problems(case: cpu.Case, seed: int, capture: Callable) -> list[str]:
+def graph_problems(case: cpu.Case, seed: int, device: str, capture: Callable) -> list[str]:
     """A captured call, replayed on inputs that were changed since, gives the bits of a call from Python.
 
     capture: of a list of calls; gives what has replay() and, of each call, results.
     """
-    x, other = (case.make(torch.Generator("cuda").manual_seed(s), exact=False) for s in (seed, seed + 1))
+    x, other = (case.make(torch.Generator(device).manual_seed(s), exact=False) for s in (seed, seed + 1))
     run = partial(cpu.call, OURS[case.op].load(), x, case.mode)
     run()
     graph = capture([run])

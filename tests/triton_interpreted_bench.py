@@ -1,0 +1,72 @@
+"""The checks of `bench.gpu` on the Triton kernels in Triton's interpreter, run by test_bench_gpu.py."""
+
+import functools
+
+import pytest
+import rsi_kernels
+import torch
+from kernel_checks import as_on_a_gpu, poisoned
+from rsi_kernels import runtime, turn_gae_triton
+
+from bench import gpu_checks
+
+assert runtime.interpreting(), "run with TRITON_INTERPRET=1"
+SIZES = dict(
+    gae=[(1, 30, (8, 4))],
+    logits=[(16, 70)],
+    linear=[(16, 8, 33)],
+    losses=[64],
+    families=[(5, 7)],
+    every_gae_option=[14, 0],
+    every_logits_option=(32, 17),
+    every_linear_option=(16, 8, 33),
+    offsets=(36, 33),
+)
+# Of those that differ only in dtype, what takes the interpreter long is left out.
+CHECKS = {
+    check.name: check
+    for check in gpu_checks.checks(SIZES)
+    if not check.name.endswith(("bfloat16 fwd", "option, bfloat16", "option, float16"))
+}
+pytestmark = pytest.mark.usefixtures(poisoned.__name__)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Interpreted on CPU tensors; those of turn_gae in small chunks, since scans are slow there."""
+    monkeypatch.setattr(turn_gae_triton, "launch", functools.partial(turn_gae_triton.launch, block=16, group=2))
+    monkeypatch.setattr(gpu_checks, "FAR_ROWS", 2)
+    with as_on_a_gpu(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_check_passes(name):
+    assert gpu_checks.problems(CHECKS[name], 1, "cpu") == []
+
+
+def test_every_operation_is_checked():
+    assert {name.split()[0] for name in CHECKS} >= set(rsi_kernels.__all__) & set(vars(gpu_checks.reference))
+
+
+def spoiled(spoil):
+    """token_logprobs whose result spoil changes, call after call."""
+    calls = iter(range(9))
+    right = rsi_kernels.token_logprobs
+    return lambda *arguments, **options: spoil(right(*arguments, **options), next(calls))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x, call: x * 1.001, "wrong by"),
+        (lambda x, call: x[:, 1:], "of shape"),
+        (lambda x, call: torch.where(torch.arange(x.numel()).view_as(x) == 3, torch.nan, x), "wrong by"),
+        (lambda x, call: x + 1e-6 * call, "other bits"),
+    ],
+    ids=["wrong", "shape", "unwritten", "second call"],
+)
+def test_a_wrong_answer_is_found(monkeypatch, spoil, message):
+    monkeypatch.setattr(rsi_kernels, "token_logprobs", spoiled(spoil))
+    found = gpu_checks.problems(CHECKS["token_logprobs 16x70 float32 fwd"], 1, "cpu")
+    assert any(message in problem for problem in found), found
