@@ -16,27 +16,19 @@ from rsi_kernels import runtime
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not runtime.HAS_TRITON, reason="Triton is not installed: nothing to time on a GPU")
 SIZES = dict(
-    gae=[(2, 900), (1, 1200)], families=(16, 9), losses=1024, logits=(1024, 33), linear=(1024, 8, 33),
+    gae=[(2, 300), (1, 500)], families=(16, 9), losses=1024, logits=(1024, 33), linear=(1024, 8, 33),
     filler=2**10, product=16,
 )  # fmt: skip
 CHECKED = dict(
-    gae=[(1, 900, (40, 20))], families=[(5, 9)], losses=[64], logits=[(32, 33)], linear=[(32, 8, 33)],
+    gae=[(1, 90, (40, 20))], families=[(5, 9)], losses=[64], logits=[(32, 33)], linear=[(32, 8, 33)],
     every_gae_option=[60, 0, 31], every_logits_option=(32, 17), every_linear_option=(16, 8, 33), offsets=(40, 33),
 )  # fmt: skip
 
 
 def test_checks_on_interpreted_kernels():
+    file = str(HERE / "triton_interpreted_bench.py")
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            str(HERE / "triton_interpreted_bench.py"),
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path()},
         capture_output=True,
         text=True,
@@ -53,15 +45,9 @@ def path() -> str:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line():
+    env = os.environ | {"PYTHONPATH": path()}
     for command in ([sys.executable, "-m", "bench.gpu"], ["make", "-s", "bench-gpu", f"PYTHON={sys.executable}"]):
-        done = subprocess.run(
-            command,
-            cwd=HERE.parent,
-            env=os.environ | {"PYTHONPATH": path()},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode != 0
         assert done.stdout == ""
         said = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
@@ -107,11 +93,20 @@ def gpu(monkeypatch, tmp_path):
     for name, value in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
     settings = dict(
-        DEVICE="cpu", SIZES=SIZES, REPLAYS=1, CALLS=1, ROUNDS=1, MOST_SETS=2, capture=Replayed, event_ms=timed_on_the_host,
-        RIVALS={op: [r for r in rivals if not r.compiles] for op, rivals in gpu.RIVALS.items()},
-        BARS={("turn_gae", "2x900", "fwd"): dict(device_us=("<=", 0), full_call_us=("<=", 1e9)),
-              ("token_logprobs_entropy", "1024x33", "fwd"): dict(over_without_entropy=(">=", 0))},
-    )  # fmt: skip
+        DEVICE="cpu",
+        SIZES=SIZES,
+        REPLAYS=1,
+        CALLS=1,
+        ROUNDS=1,
+        MOST_SETS=1,
+        capture=Replayed,
+        event_ms=timed_on_the_host,
+        RIVALS={op: [r for r in rivals if r.name.startswith("PyTorch")] for op, rivals in gpu.RIVALS.items()},
+        BARS={
+            ("turn_gae", "2x300", "fwd"): dict(device_us=("<=", 0), full_call_us=("<=", 1e9)),
+            ("token_logprobs_entropy", "1024x33", "fwd"): dict(over_without_entropy=(">=", 0)),
+        },
+    )
     for name, value in settings.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(gpu.gpu_checks, "SIZES", CHECKED)
@@ -152,8 +147,6 @@ def test_the_whole_run(gpu, capsys):
     for record in plain:
         assert record["reason"] is None, record
         assert record["ratio"] > 0
-    missing = [r for r in report["results"] if r["reason"]]
-    assert {r["reason"] for r in missing} <= {"not installed", "out of time"} or missing[0]["rival"]
     assert "2 of 3 bars met" in printed
     assert all(printed.count(r["op"]) > 1 for r in ours)
 
@@ -171,7 +164,7 @@ def test_a_failed_check_names_the_operation_and_nothing_is_timed(gpu, monkeypatc
         return out._replace(loss=out.loss * 1.01)
 
     monkeypatch.setattr(rsi_kernels, "policy_loss", wrong)
-    with pytest.raises(SystemExit, match="nothing is timed, since 2 checks failed .*policy_loss 64"):
+    with pytest.raises(SystemExit, match="nothing is timed, since 1 checks failed .*policy_loss 64"):
         gpu.run("--only", "policy_loss")
     assert not gpu.out.exists()
 
