@@ -95,7 +95,7 @@ def failed_checks(only: str, seed: int) -> list[str]:
                 continue
             problems = [f"{type(e).__name__}: {first_line(e)}"]
         finally:
-            release()
+            torch.cuda.empty_cache()
         outcome = f"FAILED, {'; '.join(problems)}" if problems else f"right{', also in a graph' if wants_graph else ''}"
         print(f"check {check.name}: {outcome} ({time.monotonic() - begin:.1f} s)", flush=True)
         if problems:
@@ -105,6 +105,7 @@ def failed_checks(only: str, seed: int) -> list[str]:
 
 def out_of_memory(e: BaseException | None) -> torch.OutOfMemoryError | None:
     """It, where a lack of memory is behind the error: ending a graph's capture then fails as well."""
+    gc.collect()  # what failed may hold memory in a cycle
     while e is not None and not isinstance(e, torch.OutOfMemoryError):
         e = e.__context__
     return e
@@ -118,11 +119,6 @@ def no_room(e: torch.OutOfMemoryError) -> str:
 
 def first_line(e: Exception) -> str:
     return (str(e).splitlines() or [""])[0][:200]
-
-
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # Time
@@ -265,7 +261,7 @@ def time_rival(rival: Rival, case: cpu.Case, seed: int, filler: torch.Tensor, de
             record["reason"] = first_line(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {first_line(e)}"
     finally:
         x = None
-        release()
+        torch.cuda.empty_cache()
     return record
 
 
@@ -354,7 +350,7 @@ def main() -> None:
         sys.exit(f"error: nothing is timed, since {len(failed)} checks failed (--seed {seed}): {'; '.join(failed)}")
     filler = torch.ones(SIZES["filler"], device=DEVICE)
     report |= dict(ceilings=ceilings(SIZES, filler), results=[])
-    release()
+    torch.cuda.empty_cache()
     print(", ".join(f"{k} {v:.0f}" for k, v in report["ceilings"].items()))
     print(HEAD)
 
@@ -380,7 +376,7 @@ def main() -> None:
             if not (lack := out_of_memory(e)):
                 raise
             record["reason"] = f"left out: {no_room(lack)}"
-        release()
+        torch.cuda.empty_cache()
         plain_ms = device_ms.get((case.op.removesuffix("_entropy"), case.shape, case.mode))
         if case.op.endswith("_entropy") and plain_ms and record.get("device_ms"):
             record["over_without_entropy"] = record["device_ms"] / plain_ms

@@ -30,6 +30,7 @@ SIZES = dict(
     every_linear_option=(256, 64, 1003),
     offsets=(9000, 248_320),
 )
+POISONED = range(7, 25)  # powers of two: numbers in a block of memory that is filled with NaN
 LIMITS = {torch.float32: 1e-4}  # largest error over the largest magnitude
 LIMIT = 2e-2  # of results in a lower precision
 # An operation that finds the action tokens first waits for their number, which a CUDA graph cannot.
@@ -125,7 +126,7 @@ def as_tuple(x) -> tuple:
 
 def poison(device: str) -> None:
     """Memory that the allocator hands out next is full of NaN, so an output that is not written shows."""
-    blocks = [torch.full((2**size,), torch.nan, device=device) for size in range(7, 25) for _ in range(2)]
+    blocks = [torch.full((2**size,), torch.nan, device=device) for size in POISONED for _ in range(2)]
     del blocks
 
 

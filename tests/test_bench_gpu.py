@@ -111,6 +111,7 @@ def gpu(monkeypatch, tmp_path):
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(gpu.gpu_checks, "SIZES", CHECKED)
     monkeypatch.setattr(gpu.gpu_checks, "FAR_ROWS", 2)
+    monkeypatch.setattr(gpu.gpu_checks, "POISONED", range(7, 12))
     gpu.rival_problem.cache_clear()
     out = tmp_path / "gpu.json"
 
