@@ -1,1 +1,1 @@
-"""Benchmarks of the operations against what people use otherwise. CPU: `make bench`; GPU: `make bench-gpu`. See README.md here."""
+"""Operations beside what people use otherwise: `make bench` on a CPU, `make bench-gpu` on a GPU. See README.md here."""
