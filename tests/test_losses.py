@@ -118,6 +118,26 @@ def linear_case(seed, dtype, shape=(4, 13), vocabulary=37, hidden=6, density=0.5
     return h, w, targets, mask, old, advantages, behaviour
 
 
+def test_clipped_tokens_cost_no_backward_product(monkeypatch):
+    h, w, targets, mask, old, advantages, _ = linear_case(4, torch.float32)
+    clipped = mask & (torch.rand(mask.shape) < 0.5)
+    old, advantages = torch.where(clipped, old - 9, old), torch.where(clipped, advantages.abs() + 1, advantages)
+    num_rows, head_gradient = [], linear_logprob.head_gradient
+
+    def counted(dlogits, *rest):
+        num_rows.append(len(dlogits))
+        return head_gradient(dlogits, *rest)
+
+    monkeypatch.setattr(linear_logprob, "head_gradient", counted)
+    monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 37 * 5)
+    monkeypatch.setattr(linear_logprob, "CPU_ROWS", 1)
+    x = leaf(h)
+    linear_ppo_loss(x, w, targets, old, advantages, mask, temperature=0.8).loss.backward()
+    pulled = (x.grad != 0).any(-1)
+    assert not pulled[clipped].any()
+    assert sum(num_rows) == pulled.sum() < mask.sum()
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
 def test_linear_ppo_against_float64(monkeypatch, options, dtype, margin):
