@@ -131,6 +131,9 @@ class Trainer(Section):
     keep_checkpoints: PositiveCount = 2
     max_logprob_abs_diff: Positive = 0.1  # mean over a round's tokens, trainer against vLLM, beyond which the run stops
     sync_timeout_s: Positive = 120.0
+    profile_round: Count | None = (
+        None  # of critic and ppo stages, from 0: kernels/* in its metrics; it takes a bit longer
+    )
 
 
 class Stage(Section):

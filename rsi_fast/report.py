@@ -10,6 +10,7 @@ from rich.table import Table
 from rsi_fast.errors import UserError
 
 PHASES = ("wait_servers", "collect", "score", "forward", "credit", "critic", "actor", "sync")
+TRAINING = ("score", "forward", "credit", "critic", "actor")
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -59,6 +60,7 @@ def summarise(run_dir: Path) -> dict:
         },
         "by_kind": {e["eval/name"]: e["eval/by_kind"] for e in evaluations},
         "seconds": {name: value for name, value in phases.items() if value},
+        "kernels": {x["stage"]: shares for x in lines if (shares := kernel_shares(x))},
         "weight_sync": {"count": len(syncs), "median_s": syncs[len(syncs) // 2] if syncs else None},
         "logprob_abs_diff_max": max(
             (x["rollout/logprob_abs_diff"] for x in lines if "rollout/logprob_abs_diff" in x), default=None
@@ -67,6 +69,12 @@ def summarise(run_dir: Path) -> dict:
         "truncated": sum(line.get("rollout/truncated", 0) for line in lines),
         "finished": (Path(run_dir) / "done.json").exists(),
     }
+
+
+def kernel_shares(line: dict) -> dict[str, float]:
+    """Of a profiled line: each operation of rsi_kernels -> its part of the seconds spent in training."""
+    training = sum(line.get(f"seconds/{phase}", 0.0) for phase in TRAINING)
+    return {k.removeprefix("kernels/"): v / training for k, v in line.items() if k.startswith("kernels/")}
 
 
 def print_report(run_dir: Path, console: Console) -> None:
@@ -79,6 +87,11 @@ def print_report(run_dir: Path, console: Console) -> None:
     for name, value in sorted(found["seconds"].items(), key=lambda item: -item[1]):
         table.add_row(name, f"{value:.1f}", f"{value / total:.0%}")
     console.print(table)
+    for name, shares in found["kernels"].items():
+        parts = ", ".join(
+            f"{operation} {share:.1%}" for operation, share in sorted(shares.items(), key=lambda x: -x[1])
+        )
+        console.print(f"rsi_kernels in {name}: {sum(shares.values()):.0%} of a round's training time ({parts})")
     sync, difference = found["weight_sync"], found["logprob_abs_diff_max"]
     if sync["count"]:
         console.print(f"{sync['count']} weight syncs, median {sync['median_s']:.2f} s")

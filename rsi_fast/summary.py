@@ -6,6 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from rsi_fast.config import load_config
+from rsi_fast.report import TRAINING, kernel_shares
 from rsi_fast.spool import Spool, Trajectory, write_json_atomic
 from rsi_fast.tasks import load_task_set
 
@@ -17,11 +18,10 @@ def write_summary(run_dir: Path) -> dict:
     syncs = [line for line in lines if "sync/bytes" in line]
     seconds = {name: sum(launch.get(name, 0.0) for launch in launches) for name in ("setup", "serve_start", "total")}
     rounds = [line for line in lines if line["kind"] in ("critic", "ppo")]
-    training = ("forward", "score", "credit", "critic", "actor")
     seconds |= {
         "sft": _total(lines, "seconds/total", kind="sft"),
         "collect": _total(rounds, "seconds/collect"),
-        "train": sum(_total(rounds, f"seconds/{phase}") for phase in training),
+        "train": sum(_total(rounds, f"seconds/{phase}") for phase in TRAINING),
         "sync": _total(lines, "seconds/sync"),
         "eval": _total(lines, "seconds/total", kind="eval"),
     }
@@ -39,6 +39,7 @@ def write_summary(run_dir: Path) -> dict:
             "bytes": max((line["sync/bytes"] for line in syncs), default=0),
         },
         "logprob_abs_diff_max": max((line["rollout/logprob_abs_diff"] for line in rounds), default=None),
+        "kernels": {line["stage"]: shares for line in lines if (shares := kernel_shares(line))},
         "seed": config.run.seed,
         "launches": len(launches),
         "examples": _examples(config, run_dir),

@@ -27,6 +27,7 @@ def as_on_a_gpu(monkeypatch):
     """Operations on CPU tensors launch their Triton kernels, which the interpreter then runs."""
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "uses_triton", lambda tensor: True)
+        patch.setattr(runtime, "uses_numba", lambda tensor: False)
         patch.setattr(runtime, "device_of", lambda tensor: contextlib.nullcontext())
         yield
 

@@ -3,7 +3,16 @@
 import pytest
 import torch
 from kernel_checks import NAN, assert_as_good_as, poisoned
-from rsi_kernels import linear_logprob, linear_ppo_loss, linear_token_logprobs, logprob, reference, token_logprobs
+from rsi_kernels import (
+    linear_logprob,
+    linear_ppo_loss,
+    linear_token_logprobs,
+    logprob,
+    logprob_host,
+    reference,
+    runtime,
+    token_logprobs,
+)
 
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 INF = float("inf")
@@ -66,6 +75,7 @@ def test_against_float64(dtype, margin, temperature, shape):
 @pytest.mark.parametrize("vocabulary", [1, 2, 257])
 def test_many_chunks(monkeypatch, vocabulary):
     """Chunks of a few rows, one row more than a chunk, and a vocabulary wider than one block of the weight."""
+    monkeypatch.setattr(linear_logprob, "TILE_ROWS", 6)
     monkeypatch.setattr(logprob, "CPU_CHUNK", 3 * vocabulary)
     monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 4 * vocabulary)
     monkeypatch.setattr(linear_logprob, "CPU_ROWS", 1)
@@ -75,6 +85,68 @@ def test_many_chunks(monkeypatch, vocabulary):
         args = (targets, mask, g, ge, (2e-6, margin))
         check_all(token_logprobs, reference.token_logprobs, [logits], *args)
         check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (41,)])
+def test_on_a_device_with_neither_triton_nor_numba(monkeypatch, shape):
+    monkeypatch.setattr(runtime, "uses_numba", lambda tensor: False)
+    for dtype, margin in DTYPES:
+        logits, h, w, targets, mask, g, ge = case(3, shape, dtype=dtype)
+        args = (targets, mask, g, ge, (2e-6, margin))
+        check_all(token_logprobs, reference.token_logprobs, [logits], *args, temperature=0.7)
+        check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args, temperature=0.7)
+
+
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(runtime, "THREAD_WORK", 10)
+    logits, h, w, targets, mask, g, ge = case(5, (40,))
+    results = []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=num_threads: n)
+        args = (targets, mask, g, ge)
+        results.append(run(token_logprobs, [logits], *args, return_entropy=True))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+BLOCK = logprob_host.BLOCK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_rows_of_several_blocks(dtype, vocabulary):
+    """Blocks whose logits rise or fall by little or much, or are -inf: where a new maximum is looked for, or not."""
+    steps = torch.tensor(
+        [[0, 0, 0, 0], [0, 3, 6, 9], [0, 50, -50, 1e4], [9, 6, 3, 0], [-INF, -INF, 1, 2], [0, -INF, 9, 0]]
+    )
+    g = torch.Generator().manual_seed(7)
+    logits = torch.randn(6, vocabulary, generator=g) + steps.repeat_interleave(BLOCK, 1)[:, :vocabulary]
+    logits[4, 1] = 0  # a block with one finite number
+    targets = logits.argsort(-1, descending=True)[torch.arange(6), torch.randint(vocabulary // 9, (6,), generator=g)]
+    mask = torch.ones(6, dtype=torch.bool)
+    args = (
+        targets,
+        mask,
+        torch.randn(6, generator=g),
+        torch.randn(6, generator=g),
+        (2e-6, 2e-6 if dtype == torch.float32 else 4e-3),
+    )
+    check_all(token_logprobs, reference.token_logprobs, [logits.to(dtype)], *args, temperature=1.3)
+
+
+@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000])
+def test_nan_and_infinity_are_not_lost(at, bits):
+    """As in log_softmax: NaN, of either sign and with any payload, and +inf make the row NaN."""
+    logits = torch.randn(2, 2 * BLOCK + 1)
+    logits[0].view(torch.int32)[at] = bits - (1 << 32 if bits >= 1 << 31 else 0)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([5, 5]), return_entropy=True)
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [True, False]
+
+
+def test_rows_of_nothing_but_minus_infinity():
+    logits = torch.full((1, 9), -INF)
+    assert token_logprobs(logits, torch.tensor([5])).isnan().all()
 
 
 def test_mask_forms_agree():
@@ -208,6 +280,7 @@ def largest_allocation(function) -> int:
 def test_linear_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     """Forward and backward: a chunk of 64 rows at most, where [tokens, V] would be 30 times that."""
     monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 64 * 512)
+    monkeypatch.setattr(linear_logprob, "VOCAB_BLOCK", 64 * 16)
     mask, targets = torch.rand(2000) < 0.5, torch.zeros(2000, dtype=torch.long)
     h, w = leaf(torch.randn(2000, 16)), leaf(torch.randn(512, 16))
 

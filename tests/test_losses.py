@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from kernel_checks import NAN, assert_as_good_as, poisoned
 from rsi_kernels import (
     linear_logprob,
@@ -116,6 +117,45 @@ def linear_case(seed, dtype, shape=(4, 13), vocabulary=37, hidden=6, density=0.5
     advantages = torch.randn(shape, generator=g).where(mask, torch.tensor(NAN))
     behaviour = old + 0.1 * torch.randn(shape, generator=g)
     return h, w, targets, mask, old, advantages, behaviour
+
+
+def test_linear_ppo_with_a_tied_weight_under_activation_checkpointing():
+    h, w, targets, mask, old, advantages, _ = linear_case(6, torch.float32)
+    token_ids = torch.randint(0, len(w), h.shape[:2])
+
+    def loss(w):
+        hidden = torch.where(mask[..., None], h, 0.0) + torch.nn.functional.embedding(token_ids, w)
+        return linear_ppo_loss(hidden, w, targets, old, advantages, mask).loss
+
+    plain, checkpointed = leaf(w), leaf(w)
+    loss(plain).backward()
+    torch.utils.checkpoint.checkpoint(loss, checkpointed, use_reentrant=False).backward()
+    torch.testing.assert_close(checkpointed.grad, plain.grad)
+    x = leaf(w, torch.float64)
+    hidden = torch.where(mask[..., None], h, 0.0).double() + torch.nn.functional.embedding(token_ids, x)
+    scores, _ = reference.linear_token_logprobs(hidden, x, targets, mask)
+    reference.policy_loss(scores, old.double(), advantages.double(), mask)[0].backward()
+    torch.testing.assert_close(plain.grad, x.grad.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_clipped_tokens_cost_no_backward_product(monkeypatch):
+    h, w, targets, mask, old, advantages, _ = linear_case(4, torch.float32)
+    clipped = mask & (torch.rand(mask.shape) < 0.5)
+    old, advantages = torch.where(clipped, old - 9, old), torch.where(clipped, advantages.abs() + 1, advantages)
+    num_rows, head_gradient = [], linear_logprob.head_gradient
+
+    def counted(dlogits, *rest):
+        num_rows.append(len(dlogits))
+        return head_gradient(dlogits, *rest)
+
+    monkeypatch.setattr(linear_logprob, "head_gradient", counted)
+    monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 37 * 5)
+    monkeypatch.setattr(linear_logprob, "CPU_ROWS", 1)
+    x = leaf(h)
+    linear_ppo_loss(x, w, targets, old, advantages, mask, temperature=0.8).loss.backward()
+    pulled = (x.grad != 0).any(-1)
+    assert not pulled[clipped].any()
+    assert sum(num_rows) == pulled.sum() < mask.sum()
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -1,8 +1,8 @@
 """`linear_ppo_loss`: hidden states to policy loss in one sweep that also computes the gradients.
 
 Each chunk's logits are made once: scored, turned into their own gradient in place, multiplied into the gradients of
-hidden and weight, and dropped. The gradients are kept undivided until backward, so that low-precision hidden states do
-not underflow under a large denominator.
+hidden and weight, and dropped. The gradient of hidden is kept undivided until backward, so that in low precision it
+does not underflow under a large denominator.
 """
 
 import torch
@@ -41,9 +41,10 @@ def _linear_ppo_loss(
     old, advantage, behaviour = select(old_logprobs), select(advantages), select(behaviour_logprobs)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rules, log_ratio = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.float32)
+    chunk = linear_logprob.logits_chunk(rows, weight)
     for a, b in linear_logprob.linear_chunks(rows, weight):
         h = matrix.index_select(0, index[a:b])
-        x = linear_logprob.head_logits(h, weight)
+        x = linear_logprob.head_logits(h, weight, chunk)
         logprobs, _, top, log_sum = scoring.score(x, picked[a:b], temperature, False)
         loss, slope, rules[a:b], log_ratio[a:b] = ppo_loss.surrogate(
             logprobs, old[a:b], advantage[a:b], None if behaviour is None else behaviour[a:b],
@@ -61,7 +62,7 @@ def _linear_ppo_loss(
             linear_logprob.add_gradients(dlogits, h, weight, at, dhidden, dweight, fresh=a == 0)
     stats = ppo_loss.policy_stats(rules, log_ratio, torch.ones_like(rules))
     scale = ppo_loss.divisor(stats[-1], denominator, number)
-    return total / scale, *stats, scale, dhidden, dweight
+    return total / scale, *stats, scale, dhidden, dweight.div_(scale)
 
 
 @_linear_ppo_loss.register_fake
@@ -85,12 +86,18 @@ def _backward(ctx, of_loss, *_):
         return None, None, *none
     scale, dhidden, dweight = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    of_loss = of_loss / scale
     return (
-        ppo_loss.scaled(dhidden, of_loss).to(dhidden.dtype) if needs_hidden else None,
-        (dweight * of_loss).to(ctx.weight_dtype) if needs_weight else None,
+        ppo_loss.scaled(dhidden, of_loss / scale).to(dhidden.dtype) if needs_hidden else None,
+        _scaled_weight(dweight, of_loss, ctx.weight_dtype) if needs_weight else None,
         *none,
     )
+
+
+def _scaled_weight(dweight: Tensor, of_loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """dweight * of_loss, without a copy where none is needed: it is as large as the weight."""
+    if type(dweight) is Tensor and not dweight.is_cuda and dweight.dtype == dtype and of_loss == 1:  # reads no GPU
+        return dweight
+    return torch.mul(dweight, of_loss, out=torch.empty_like(dweight, dtype=dtype))
 
 
 _linear_ppo_loss.register_autograd(_backward, setup_context=_save)

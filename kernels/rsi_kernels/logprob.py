@@ -33,9 +33,11 @@ def _token_logprobs(
     picked = scoring.select_targets(targets, rows, logits.shape[-1])
     matrix, index = scoring.row_matrix(logits, rows)
     if _is_read_directly(logits):
-        from .logprob_host import score
+        from .logprob_host import Scores
 
-        scoring.store(out, rows, score(matrix, index, picked, temperature, with_entropy))
+        scores = Scores(len(rows), temperature, with_entropy)
+        scores.add(matrix, index, picked)
+        scoring.store(out, rows, scores.result())
     else:
         for a, b in scoring.chunks(len(rows), GPU_CHUNK if logits.is_cuda else CPU_CHUNK, logits.shape[-1]):
             x = matrix.index_select(0, index[a:b]).float()

@@ -120,17 +120,17 @@ def _exponentials(block, top, scale, with_entropy):
 
 
 @njit(fastmath=FAST, nogil=True, cache=True)
-def _score(logits, starts, vocabulary, targets, temperature, with_entropy, out, begin, end):
-    """out [4, n]: log-prob, entropy, top, log_sum. top is a logit no more than a little below the largest one: a block
-    is read once, unless it turns out to hold a much larger one than those before it."""
+def _accumulate(logits, starts, vocabulary, targets, temperature, with_entropy, state, begin, end):
+    """state [4, n], see `Scores`. A block is read once, unless it turns out to hold a much larger logit than those
+    before it; top is therefore no more than a little below the largest one."""
     scale = LOG2_E / temperature
     for i in range(begin, end):
         row = logits[starts[i] : starts[i] + vocabulary]
-        top, total, weighted = LOWEST, FP(0), FP(0)
+        top, total, weighted = state[1, i], state[2, i], state[3, i]
         for a in range(0, vocabulary, BLOCK):
             block = row[a : a + BLOCK]
             t, w, largest = FP(0), FP(0), FAR
-            if a > 0:
+            if top != LOWEST:
                 t, w, largest = _exponentials(block, top, scale, with_entropy)
             if largest >= FAR:
                 higher = max(top, _highest(block))
@@ -141,15 +141,9 @@ def _score(logits, starts, vocabulary, targets, temperature, with_entropy, out, 
                 t, w, largest = _exponentials(block, top, scale, with_entropy)
             total += t
             weighted += w
-        if top == LOWEST or top == -np.inf:  # every logit is -inf
-            total = FP(np.nan)
-        log_sum = FP(math.log(total))
-        out[0, i] = FP(np.nan)
-        if targets[i] >= 0:
-            out[0, i] = (_widen(row[targets[i]]) - top) / temperature - log_sum
-        if with_entropy:
-            out[1, i] = log_sum - weighted / total * LN_2
-        out[2, i], out[3, i] = top, log_sum
+        if 0 <= targets[i] < vocabulary:
+            state[0, i] = _widen(row[targets[i]])
+        state[1, i], state[2, i], state[3, i] = top, total, weighted
 
 
 @njit(fastmath=FAST, nogil=True, cache=True)
@@ -189,15 +183,28 @@ def _gradient(
                 into[j] = _narrow(x[j], into[j])
 
 
-def score(x: Tensor, rows: Tensor | None, targets: Tensor, temperature: float, with_entropy: bool) -> Tensor:
-    """fp32 [4, n] of rows x[rows] (None: all): log-prob, entropy (if wanted, else 0), top, log_sum.
+class Scores:
+    """The log-probs of n tokens whose logits come in one piece, or piece after piece of the vocabulary.
 
-    x: [m, V] fp32 or bf16, its last dimension dense; rows and targets: [n] int64, a target of -1 gives NaN.
+    state [4, n]: the target's logit, and with y = (x - top) * log2(e) / temperature: top, sum of 2^y, sum of 2^y * y.
     """
-    out = torch.zeros((4, len(targets)))
-    arguments = *_flat(x, rows), x.shape[1], targets.numpy(), FP(temperature), with_entropy, out.numpy()
-    runtime.in_threads(_score, arguments, len(targets), x.shape[1])
-    return out
+
+    def __init__(self, num_tokens: int, temperature: float, with_entropy: bool):
+        self.temperature, self.with_entropy = temperature, with_entropy
+        self.state = torch.tensor([math.nan, LOWEST, 0, 0])[:, None].repeat(1, num_tokens)
+
+    def add(self, x: Tensor, rows: Tensor | None, targets: Tensor) -> None:
+        """x: [m, V] fp32 or bf16, its last dimension dense, of which rows [n] int64 (None: all) are meant. targets: [n]
+        int64, counted from the first column of x; those outside are in another piece, or give NaN."""
+        arguments = *_flat(x, rows), x.shape[1], targets.numpy(), FP(self.temperature), self.with_entropy
+        runtime.in_threads(_accumulate, (*arguments, self.state.numpy()), len(targets), x.shape[1])
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(logprobs, entropy (without meaning if not wanted), top, log_sum), each fp32 [n]."""
+        picked, top, total, weighted = self.state
+        total = torch.where(top == LOWEST, torch.nan, total)  # every logit is -inf
+        log_sum = total.log()
+        return (picked - top) / self.temperature - log_sum, log_sum - weighted / total * LN_2, top, log_sum
 
 
 def write_gradient(x, rows, targets, temperature: float, saved, out: Tensor, out_rows: Tensor | None) -> None:

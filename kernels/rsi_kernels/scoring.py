@@ -62,9 +62,11 @@ def score(x: Tensor, targets: Tensor, temperature: float, with_entropy: bool):
         with runtime.device_of(x):
             logprobs, entropy, top, log_sum = launch(x, targets, None, temperature, with_entropy)
     elif runtime.uses_numba(x):
-        from .logprob_host import score as score_on_cpu
+        from .logprob_host import Scores
 
-        logprobs, entropy, top, log_sum = score_on_cpu(x, None, targets, temperature, with_entropy)
+        scores = Scores(len(targets), temperature, with_entropy)
+        scores.add(x, None, targets)
+        logprobs, entropy, top, log_sum = scores.result()
     else:
         top = x.amax(-1)
         y = (x - top[:, None]) / temperature

@@ -49,11 +49,12 @@ def prediction_targets(token_ids: torch.Tensor, action_mask: torch.Tensor) -> tu
 
     token_ids: [B, T] int64; action_mask: [B, T] bool -> (targets [B, T] int64, mask [B, T] bool).
     """
-    targets = torch.zeros_like(token_ids)
-    mask = torch.zeros_like(action_mask)
-    targets[:, :-1] = token_ids[:, 1:]
-    mask[:, :-1] = action_mask[:, 1:]
-    return targets, mask
+    return to_prediction_positions(token_ids), to_prediction_positions(action_mask)
+
+
+def to_prediction_positions(x: torch.Tensor) -> torch.Tensor:
+    """What is known of tokens, [B, T], at the hidden states that predict them: token t's moves to t-1; 0 comes last."""
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
 
 
 def to_token_positions(x: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,10 @@ class Trainer:
                 self._open_stage(stage)
             while self.state.round < (stage.steps or stage.rounds) and not self.state.gate_met:
                 self.watch = Stopwatch()
-                with self.watch.phase("total"):
+                profiled = stage.kind != "sft" and self.state.round == self.config.trainer.profile_round
+                with self.watch.phase("total"), metrics_log.operation_seconds(profiled) as operations:
                     metrics = self._sft_step(stage) if stage.kind == "sft" else self._rl_round(stage)
-                self._log(stage.label, stage.kind, metrics)
+                self._log(stage.label, stage.kind, metrics | operations)
                 self.state.round += 1
                 if self.state.round % stage.checkpoint_every == 0:
                     self._checkpoint()

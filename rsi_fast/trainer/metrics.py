@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from rsi_fast.spool import write_json_atomic
 
 
@@ -20,6 +23,25 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def operation_seconds(wanted: bool) -> Iterator[dict[str, float]]:
+    """Afterwards holds this rank's seconds in each operation of rsi_kernels (on a GPU: of the device), if wanted.
+
+    What an operation calls, such as the matrix product with the head's weight, counts with it.
+    """
+    seconds: dict[str, float] = {}
+    if not wanted:
+        yield seconds
+        return
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as record:
+        yield seconds
+    for event in record.key_averages():
+        if event.key.startswith("rsi_kernels::"):
+            microseconds = event.device_time_total if on_gpu else event.cpu_time_total
+            seconds[f"kernels/{event.key.removeprefix('rsi_kernels::')}"] = round(microseconds / 1e6, 5)
 
 
 def append(path: Path, line: dict, watch: Stopwatch) -> None:

@@ -3,32 +3,46 @@
 from pathlib import Path
 
 import torch
-from rsi_kernels import linear_token_logprobs
+from rsi_kernels import linear_ppo_loss, linear_token_logprobs
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rsi_fast.errors import UserError
-from rsi_fast.trainer.batching import prediction_targets, to_token_positions
+from rsi_fast.trainer.batching import prediction_targets, to_prediction_positions, to_token_positions
 
 # Batches are padded on the right, so causal attention never sees padding and no attention mask is needed.
 
 
 class Actor(nn.Module):
-    """A causal language model that gives the log-probs of the action tokens."""
+    """A causal language model that gives the log-probs of the action tokens, or the policy loss over them. No logits
+    of more than one chunk of tokens are made for either."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
         self.language_model = language_model
 
     def forward(
-        self, token_ids: torch.Tensor, action_mask: torch.Tensor, temperature: float, with_entropy: bool = False
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self,
+        token_ids: torch.Tensor,
+        action_mask: torch.Tensor,
+        temperature: float,
+        with_entropy: bool = False,
+        policy_loss: dict | None = None,
+    ) -> torch.Tensor | tuple:
         """token_ids: [B, T] int64; action_mask: [B, T] bool -> log-probs [B, T] fp32 at token positions, 0 where
-        masked; with_entropy: the pair (log-probs, entropies)."""
+        masked; with_entropy: the pair (log-probs, entropies).
+
+        policy_loss: the other arguments of `linear_ppo_loss`, tensors at token positions -> (loss, stats)."""
         model = self.language_model
         hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
         targets, mask = prediction_targets(token_ids, action_mask)
         weight = model.get_output_embeddings().weight
+        if policy_loss is not None:
+            arguments = {
+                name: to_prediction_positions(x) if isinstance(x, torch.Tensor) else x
+                for name, x in policy_loss.items()
+            }
+            return tuple(linear_ppo_loss(hidden, weight, targets, mask=mask, temperature=temperature, **arguments))
         out = linear_token_logprobs(hidden, weight, targets, mask, temperature=temperature, return_entropy=with_entropy)
         return tuple(to_token_positions(x) for x in out) if with_entropy else to_token_positions(out)
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 import torch
-from rsi_kernels import policy_loss, turn_gae, value_loss
+from rsi_kernels import turn_gae, value_loss
 
 from rsi_fast.config import Config, Stage
 from rsi_fast.errors import UserError
@@ -113,12 +113,9 @@ def actor_losses(
     """Each micro-batch's share of the policy loss; num_tokens: action tokens of the optimizer step over all ranks."""
     trainer = config.trainer
     for batch in batches:
-        logprobs = actor.forward(batch.token_ids, batch.action_mask, config.rollout.temperature, train=True)
-        loss, stats = policy_loss(
-            logprobs,
-            batch.stack("old_logprobs"),
-            batch.stack("advantages"),
-            batch.action_mask,
+        arguments = dict(
+            old_logprobs=batch.stack("old_logprobs"),
+            advantages=batch.stack("advantages"),
             clip_low=trainer.clip_low,
             clip_high=trainer.clip_high,
             dual_clip=trainer.dual_clip,
@@ -126,6 +123,8 @@ def actor_losses(
             is_cap=trainer.importance_cap,
             denominator=num_tokens,
         )
+        temperature = config.rollout.temperature
+        loss, stats = actor.forward(batch.token_ids, batch.action_mask, temperature, False, arguments, train=True)
         share = stats["num_tokens"] / num_tokens
         updates.add_shares({"actor/loss": loss.detach()})
         updates.add_shares({f"actor/{k}": stats[k] * share for k in ("approx_kl", "clip_fraction", "ratio_mean")})
