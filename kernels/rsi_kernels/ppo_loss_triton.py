@@ -76,7 +76,7 @@ def _policy_block(
     BEHAVIOUR: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Writes the slope of a block and returns the sums with it; as `ppo_loss.surrogate`."""
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = _keep(mask_ptr, offsets, num_tokens, WHOLE)
     old = _read(old_ptr, offsets, num_tokens, keep, WHOLE)
     a = _read(advantages_ptr, offsets, num_tokens, keep, WHOLE)
@@ -153,7 +153,7 @@ def _value_block(
     BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Writes the slope of a block and returns the sums with it."""
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = _keep(mask_ptr, offsets, num_tokens, WHOLE)
     v = _read(values_ptr, offsets, num_tokens, keep, WHOLE)
     old = _read(old_ptr, offsets, num_tokens, keep, WHOLE)
