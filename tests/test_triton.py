@@ -10,10 +10,11 @@ from rsi_kernels import runtime
 
 pytestmark = pytest.mark.skipif(not runtime.HAS_TRITON, reason="Triton is not installed: no kernel to test")
 HERE = Path(__file__).parent
+FILES = [f"triton_interpreted{part}.py" for part in ("", "_logprob", "_losses", "_rewards")]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_interpreted_logprob.py"])
+@pytest.mark.parametrize("file", FILES)
 def test_kernels_in_the_interpreter(file):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)],
@@ -37,8 +38,9 @@ def test_every_kernel_compiles_for_sm_90_without_spills(tmp_path, monkeypatch):
     from bench.compile_report import report
 
     records = [report(configuration, 90) for configuration in launch_configurations()]
-    kernels = {"_summarise", "_write", "_spread", "_score", "_combine", "_gradient"}
+    kernels = {"_summarise", "_write", "_spread", "_score", "_combine", "_gradient", "_policy", "_value", "_reward"}
     assert {record["kernel"] for record in records} == kernels
     assert [record for record in records if record["spills"]] == []
     assert all(0 < record["registers"] <= 255 for record in records)
-    assert max(record["widest_load_bits"] for record in records if record["kernel"] == "_score") == 128
+    for kernel in ("_score", "_policy", "_value", "_reward"):
+        assert max(record["widest_load_bits"] for record in records if record["kernel"] == kernel) == 128

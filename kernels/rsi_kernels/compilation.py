@@ -26,9 +26,10 @@ class LaunchConfiguration(NamedTuple):
 
 def launch_configurations() -> list[LaunchConfiguration]:
     """Of all kernels."""
-    from . import logprob_triton, turn_gae_triton
+    from . import logprob_triton, ppo_loss_triton, reward_triton, turn_gae_triton
 
-    return turn_gae_triton.launch_configurations() + logprob_triton.launch_configurations()
+    modules = (turn_gae_triton, logprob_triton, reward_triton, ppo_loss_triton)
+    return [configuration for module in modules for configuration in module.launch_configurations()]
 
 
 def compile_for(configuration: LaunchConfiguration, capability: int):

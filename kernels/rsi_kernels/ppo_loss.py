@@ -1,4 +1,8 @@
-"""`policy_loss` and `value_loss`: clipped PPO losses over action tokens, gradient computed in the forward pass."""
+"""`policy_loss` and `value_loss`: clipped PPO losses over action tokens, gradient computed in the forward pass.
+
+The ops return it undivided, as the slope, with the divisor, so that a kernel needs one pass: it knows the number of
+tokens only at the end. On a GPU see `ppo_loss_triton.py`.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -6,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, runtime
 
 
 class PolicyLoss(NamedTuple):
@@ -88,7 +92,15 @@ def _policy_loss(
     clip_high: float,
     dual_clip: float | None,
     is_cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if runtime.uses_triton(logprobs) and logprobs.numel():
+        from .ppo_loss_triton import launch_policy  # imports Triton, which a CPU-only install lacks
+
+        with runtime.device_of(logprobs):
+            return launch_policy(
+                logprobs, old_logprobs, advantages, mask, behaviour_logprobs, denominator, number,
+                clip_low, clip_high, dual_clip, is_cap,
+            )  # fmt: skip
     keep = mask != 0
 
     def kept(x):  # 0 is neutral: ratio 1 and advantage 0
@@ -100,14 +112,18 @@ def _policy_loss(
     )  # fmt: skip
     stats = policy_stats(rules, log_ratio, keep)
     scale = divisor(stats[-1], denominator, number)
-    return (loss.sum() / scale, *stats, (slope / scale).contiguous())
+    return (loss.sum() / scale, *stats, scale, slope.contiguous())
 
 
 @_policy_loss.register_fake
 def _(logprobs, *arguments):
-    scalars = [torch.empty((), dtype=torch.float32, device=logprobs.device) for _ in range(5)]
-    num_tokens = torch.empty((), dtype=torch.int64, device=logprobs.device)
-    return (*scalars, num_tokens, torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device))
+    return _fake_loss(logprobs, 4)
+
+
+def _fake_loss(like, num_stats):
+    *scalars, scale = [torch.empty((), dtype=torch.float32, device=like.device) for _ in range(2 + num_stats)]
+    num_tokens = torch.empty((), dtype=torch.int64, device=like.device)
+    return (*scalars, num_tokens, scale, torch.empty(like.shape, dtype=torch.float32, device=like.device))
 
 
 @torch.library.custom_op("rsi_kernels::value_loss", mutates_args=())
@@ -119,7 +135,12 @@ def _value_loss(
     denominator: Tensor | None,
     number: float | None,
     clip: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if runtime.uses_triton(values) and values.numel():
+        from .ppo_loss_triton import launch_value
+
+        with runtime.device_of(values):
+            return launch_value(values, old_values, returns, mask, denominator, number, clip)
     keep = mask != 0
     v, old, target = (torch.where(keep, x.float(), 0.0) for x in (values, old_values, returns))
     plain = v - target
@@ -129,18 +150,16 @@ def _value_loss(
     num_tokens = keep.sum()
     scale = divisor(num_tokens, denominator, number)
     fraction = (rules & keep).sum() / num_tokens.clamp(min=1).float()
-    return loss.sum() / scale, fraction, num_tokens, (torch.where(rules, 0.0, plain) / scale).contiguous()
+    return loss.sum() / scale, fraction, num_tokens, scale, torch.where(rules, 0.0, plain).contiguous()
 
 
 @_value_loss.register_fake
 def _(values, *arguments):
-    scalars = [torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2)]
-    num_tokens = torch.empty((), dtype=torch.int64, device=values.device)
-    return (*scalars, num_tokens, torch.empty(values.shape, dtype=torch.float32, device=values.device))
+    return _fake_loss(values, 1)
 
 
 def _save_slope(ctx, inputs, output):
-    ctx.save_for_backward(output[-1])
+    ctx.save_for_backward(*output[-2:])
     ctx.dtype, ctx.num_inputs = inputs[0].dtype, len(inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -150,7 +169,8 @@ def _backward(ctx, of_loss, *_):
     none = (None,) * (ctx.num_inputs - 1)
     if of_loss is None:
         return None, *none
-    return scaled(ctx.saved_tensors[0], of_loss).to(ctx.dtype), *none
+    scale, slope = ctx.saved_tensors
+    return scaled(slope, of_loss / scale).to(ctx.dtype), *none
 
 
 def scaled(slope: Tensor, of_loss: Tensor) -> Tensor:
@@ -198,7 +218,7 @@ def policy_loss(
         logprobs, logprobs.shape, old_logprobs, advantages, behaviour_logprobs, clip_low, clip_high, dual_clip, is_cap
     )
     old_logprobs, advantages, behaviour_logprobs, *clips = arguments
-    loss, *stats, _ = _policy_loss(
+    loss, *stats, _, _ = _policy_loss(
         logprobs, old_logprobs, advantages, mask, behaviour_logprobs, *check_denominator(denominator), *clips
     )
     return PolicyLoss(loss, dict(zip(STATS, stats, strict=True)))
@@ -223,7 +243,7 @@ def value_loss(
     checks.tensor("returns", returns, checks.FLOATS, values, values.shape)
     checks.tensor("mask", mask, checks.MASKS, values, values.shape)
     clip = checks.number("clip", clip, 0)
-    loss, clip_fraction, num_tokens, _ = _value_loss(
+    loss, clip_fraction, num_tokens, _, _ = _value_loss(
         values, old_values.detach(), returns.detach(), mask, *check_denominator(denominator), clip
     )
     return ValueLoss(loss, {"clip_fraction": clip_fraction, "num_tokens": num_tokens})

@@ -1,4 +1,6 @@
-"""`family_rewards`: family dense reward (FDR) and success-prioritized reward (SPR) from verifier reports."""
+"""`family_rewards`: family dense reward (FDR) and success-prioritized reward (SPR) from verifier reports.
+
+On a GPU see `reward_triton.py`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, runtime
 
 
 class FamilyRewards(NamedTuple):
@@ -26,6 +28,11 @@ def _family_rewards(
         num_families = max(int(family.max()), -1) + 1 if family.numel() else 0
     else:
         num_families = len(family_weights)
+    if runtime.uses_triton(family):
+        from .reward_triton import launch  # imports Triton, which a CPU-only install lacks
+
+        with runtime.device_of(family):
+            return launch(passed, family, success, family_weights, num_families, partial_cap)
     unknown = (family < -1) | (family >= num_families)
     if family.device.type == "cpu":
         if unknown.any():
