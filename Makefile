@@ -67,6 +67,11 @@ test: setup
 	.venv/bin/python -m pytest -n 2
 	.venv/bin/python -m pytest -m e2e
 
+# The tests of the operations once more, on their Triton kernels in Triton's interpreter.
+test-kernels: setup
+	TRITON_INTERPRET=1 PYTHONPATH=tests .venv/bin/python -m pytest -n 2 --timeout 900 -p on_triton \
+	  $(addprefix tests/,test_turn_gae.py test_logprob.py test_rewards.py test_losses.py)
+
 test-faults: setup
 	.venv/bin/python -m pytest -m faults
 

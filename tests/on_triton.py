@@ -12,3 +12,11 @@ assert runtime.interpreting(), "run with TRITON_INTERPRET=1"
 def _on_triton(monkeypatch):
     with as_on_a_gpu(monkeypatch):
         yield
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("host"):
+            item.add_marker(
+                pytest.mark.skip(reason="of the CPU path alone: memory, threads, errors that cost a GPU a sync")
+            )

@@ -87,6 +87,7 @@ def test_many_chunks(monkeypatch, vocabulary):
         check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("shape", [(3, 7), (41,)])
 def test_on_a_device_with_neither_triton_nor_numba(monkeypatch, shape):
     monkeypatch.setattr(runtime, "uses_numba", lambda tensor: False)
@@ -97,6 +98,7 @@ def test_on_a_device_with_neither_triton_nor_numba(monkeypatch, shape):
         check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args, temperature=0.7)
 
 
+@pytest.mark.host
 def test_threads_change_nothing(monkeypatch):
     monkeypatch.setattr(runtime, "THREAD_WORK", 10)
     logits, h, w, targets, mask, g, ge = case(5, (40,))
@@ -277,6 +279,7 @@ def largest_allocation(function) -> int:
     return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
 
 
+@pytest.mark.host
 def test_linear_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     """Forward and backward: a chunk of 64 rows at most, where [tokens, V] would be 30 times that."""
     monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 64 * 512)
@@ -295,6 +298,7 @@ def test_linear_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     assert largest_allocation(loss) <= 64 * 512 * 4
 
 
+@pytest.mark.host
 def test_logits_are_not_copied():
     """Not even a slice of them in low precision, forward: one chunk at a time."""
     logits, targets = torch.randn(4, 501, 512, dtype=torch.bfloat16)[:, :-1], torch.zeros(4, 500, dtype=torch.long)
@@ -310,8 +314,8 @@ BAD = [
     ("logits", torch.tensor(1.0), r"shape \[..., V\]"),
     ("targets", TARGETS.float(), "int32 or int64"),
     ("targets", TARGETS[:, :2], r"shape \[2, 3\], got \[2, 2\]"),
-    ("targets", TARGETS + 5, r"ids in \[0, 5\) at action tokens, got 5"),
-    ("targets", TARGETS - 1, "got -1"),
+    pytest.param("targets", TARGETS + 5, r"ids in \[0, 5\) at action tokens, got 5", marks=pytest.mark.host),
+    pytest.param("targets", TARGETS - 1, "got -1", marks=pytest.mark.host),
     ("targets", TARGETS.to("meta"), "device cpu"),
     ("mask", MASK.float(), "bool or uint8"),
     ("mask", MASK[0], r"shape \[2, 3\]"),

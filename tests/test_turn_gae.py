@@ -233,10 +233,11 @@ def test_long_rows_with_decay_stay_exact():
     torch.testing.assert_close(out.advantages[0].double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("options", [{}, dict(token_gamma=0.99), dict(credit="turn", critic_lam=0.5)])
 @pytest.mark.parametrize("turn_tokens", [1, 50])
 def test_no_python_loop_over_tokens_or_turns(options, turn_tokens):
-    """Lines of Python executed from 1,000 to 100,000 tokens grow by two levels of blocks, 32 steps each, in 3 scans."""
+    """As many lines of Python are executed for 1,000 tokens as for 100,000."""
 
     def lines(n):
         mask, ids = torch.ones(2, n, dtype=torch.bool), (torch.arange(n) // turn_tokens).expand(2, n)
@@ -258,8 +259,8 @@ def test_no_python_loop_over_tokens_or_turns(options, turn_tokens):
 
     lines(10)
     few, many = lines(1_000), lines(100_000)
-    assert few > 100
-    assert many - few < 2_000
+    assert few > 20
+    assert many == few
 
 
 # Bugs of other trainers (design: traps)

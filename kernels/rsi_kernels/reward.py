@@ -1,6 +1,6 @@
 """`family_rewards`: family dense reward (FDR) and success-prioritized reward (SPR) from verifier reports.
 
-On a GPU see `reward_triton.py`."""
+The arithmetic is in `reward_host.py` (CPU) and `reward_triton.py` (GPU)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,37 +23,20 @@ class FamilyRewards(NamedTuple):
 def _family_rewards(
     passed: Tensor, family: Tensor, success: Tensor, family_weights: Tensor | None, partial_cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, num_checks = family.shape
-    if family_weights is None:
-        num_families = max(int(family.max()), -1) + 1 if family.numel() else 0
-    else:
-        num_families = len(family_weights)
     if runtime.uses_triton(family):
         from .reward_triton import launch  # imports Triton, which a CPU-only install lacks
 
+        num_families = len(family_weights) if family_weights is not None else highest_family(family) + 1
         with runtime.device_of(family):
             return launch(passed, family, success, family_weights, num_families, partial_cap)
-    unknown = (family < -1) | (family >= num_families)
-    if family.device.type == "cpu":
-        if unknown.any():
-            row, column = unknown.nonzero()[0].tolist()
-            checks.fail(
-                "family", f"ids in [-1, {num_families})", f"{int(family[row, column])} at row {row}, check {column}"
-            )
-        if family_weights is not None and not ((family_weights >= 0) & family_weights.isfinite()).all():
-            checks.fail("family_weights", "finite numbers of at least 0", family_weights.tolist())
-    # One more slot at the end of each row takes what belongs to no family.
-    slot = torch.where((family < 0) | unknown, num_families, family).long()
-    zeros = torch.zeros((num_rows, num_families + 1), dtype=torch.float32, device=passed.device)
-    total = zeros.scatter_add(1, slot, torch.ones_like(slot, dtype=torch.float32))[:, :num_families]
-    num_passed = zeros.scatter_add(1, slot, passed.float())[:, :num_families]
-    fraction = torch.where(total > 0, num_passed / total, torch.nan)
-    weights = torch.ones(num_families, device=passed.device) if family_weights is None else family_weights.float()
-    weights = torch.where(total > 0, weights, 0.0)
-    weight_sum = weights.sum(1)
-    progress = torch.where(weights > 0, weights * fraction, 0.0).sum(1) / torch.where(weight_sum > 0, weight_sum, 1.0)
-    progress = torch.where(unknown.any(1), torch.nan, progress)  # on a GPU, where nothing was raised
-    return torch.where(success != 0, 1.0, partial_cap * progress), progress, fraction
+    from .reward_host import family_rewards_host  # imports numba, which a GPU does without
+
+    return family_rewards_host(passed, family, success, family_weights, partial_cap)
+
+
+def highest_family(family: Tensor) -> int:
+    """-1 if there is none (on a GPU: one sync)."""
+    return max(int(family.max()), -1) if family.numel() else -1
 
 
 @_family_rewards.register_fake

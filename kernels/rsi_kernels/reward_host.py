@@ -5,6 +5,7 @@ import torch
 from numba import njit
 
 from . import checks, runtime
+from .reward import highest_family
 
 
 @njit(nogil=True, cache=True)
@@ -18,7 +19,7 @@ def _walk(passed, family, success, weights, partial_cap, reward, progress, fract
         for column in range(family.shape[1]):
             f = family[row, column]
             if f < 0 or f >= num_families:
-                if f != -1:
+                if f != -1 and unknown[row] == 0:
                     unknown[row] = column + 1
                 f = num_families
             total[f] += 1
@@ -37,11 +38,13 @@ def _walk(passed, family, success, weights, partial_cap, reward, progress, fract
 
 
 def family_rewards_host(passed, family, success, family_weights, partial_cap):
-    """See `family_rewards`; (reward, progress, family_fraction)."""
+    """See `family_rewards`; (reward, progress, family_fraction), on the device of family."""
+    device = family.device
+    passed, family, success = passed.cpu(), family.cpu(), success.cpu()
     if family_weights is None:
-        weights = np.ones(max(int(family.max()), -1) + 1 if family.numel() else 0)
+        weights = np.ones(highest_family(family) + 1)
     else:
-        weights = family_weights.double().numpy()
+        weights = family_weights.cpu().double().numpy()
         if not (np.isfinite(weights) & (weights >= 0)).all():
             checks.fail("family_weights", "finite numbers of at least 0", family_weights.tolist())
     num_rows, num_checks = family.shape
@@ -57,4 +60,4 @@ def family_rewards_host(passed, family, success, family_weights, partial_cap):
         row = int(unknown.nonzero()[0][0])
         column = int(unknown[row]) - 1
         checks.fail("family", f"ids in [-1, {len(weights)})", f"{family[row, column]} at row {row}, check {column}")
-    return reward, progress, fraction
+    return reward.to(device), progress.to(device), fraction.to(device)
