@@ -15,7 +15,7 @@ BENCH_BACKEND := $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
 BENCH_STAMP := .venv-bench/.is-built
 export UV_LINK_MODE ?= copy
 
-.PHONY: setup bench-setup demo demo-base bench bench-gpu compile-report test test-faults lint clean lock
+.PHONY: setup bench-setup demo demo-base bench bench-gpu compile-report test test-kernels test-faults lint clean lock
 
 setup: $(STAMP)
 
