@@ -218,9 +218,7 @@ def launch_policy(
     return *stats, slope
 
 
-def launch_value(
-    values, old_values, returns, mask, denominator, number, clip, block=BLOCK, programs=PROGRAMS
-):  # fmt: skip
+def launch_value(values, old_values, returns, mask, denominator, number, clip, block=BLOCK, programs=PROGRAMS):
     """What the op `value_loss` returns, for at least one token. Never syncs, unless the denominator is on a CPU."""
     slope, stats, scratch, grid = _new(values, 1, 1, block, programs)
     _value[grid](
