@@ -1,5 +1,6 @@
 """token_logprobs and linear_token_logprobs: accuracy and gradients against float64, masks, hard numbers, bad input."""
 
+import numpy as np
 import pytest
 import torch
 from kernel_checks import NAN, assert_as_good_as, poisoned
@@ -109,6 +110,29 @@ def test_threads_change_nothing(monkeypatch):
         results.append(run(token_logprobs, [logits], *args, return_entropy=True))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.host  # the interpreter would take minutes
+@pytest.mark.parametrize("vocabulary", [1, 5])
+def test_70000_rows(vocabulary):
+    logits, _, _, targets, mask, g, ge = case(8, (70_000,), vocabulary)
+    check_all(token_logprobs, reference.token_logprobs, [logits], targets, mask, g, ge, (1e-6, 1e-6))
+
+
+def test_offsets_beyond_32_bits():
+    """Rows 2^30 elements apart, of memory that is only touched there: the third begins at element 2^31."""
+    memory = torch.from_numpy(np.empty(2**31 + 40, np.float32))
+    logits = memory.as_strided((3, 40), (2**30, 1))
+    logits.copy_(torch.randn(3, 40))
+    targets, g = torch.tensor([3, 0, 39]), torch.randn(3)
+    out = [token_logprobs(x, targets, return_entropy=True) for x in (logits, logits.clone())]
+    assert torch.equal(out[0][0], out[1][0])
+    assert torch.equal(out[0][1], out[1][1])
+    grads = []
+    for x in (logits.detach().requires_grad_(), logits.clone().requires_grad_()):
+        (token_logprobs(x, targets) * g).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 BLOCK = logprob_host.BLOCK

@@ -233,6 +233,31 @@ def test_long_rows_with_decay_stay_exact():
     torch.testing.assert_close(out.advantages[0].double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
 
 
+def test_a_row_of_262144_tokens():
+    """Turn after turn by hand: without token decay a turn has one target."""
+    n, turn_tokens, observation_tokens = 2**18, 8, 56
+    mask = (torch.arange(n) % (turn_tokens + observation_tokens)) >= observation_tokens
+    ids = torch.arange(n) // (turn_tokens + observation_tokens)
+    values = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
+    out = turn_gae(values, mask[None], ids[None], final_rewards=torch.ones(1), gamma=0.999, lam=0.9)
+    first = values[0, observation_tokens :: turn_tokens + observation_tokens].double().tolist()
+    target, targets = 1.0, [1.0]
+    for v in first[:0:-1]:
+        target = 0.999 * (0.1 * v + 0.9 * target)
+        targets.append(target)
+    expected = torch.tensor(targets[::-1]).repeat_interleave(turn_tokens)
+    torch.testing.assert_close(out.returns[0, mask], expected.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(out.advantages[0, mask], expected.float() - values[0, mask], rtol=0, atol=2e-6)
+
+
+@pytest.mark.host  # the interpreter would take minutes
+def test_70000_rows():
+    inputs = random_trajectories(3, 70, 12)
+    many = {k: v.repeat(1000, *[1] * (v.dim() - 1)) for k, v in inputs.items()}
+    for x, y in zip(turn_gae(**many), turn_gae(**inputs), strict=True):
+        assert torch.equal(x.view(1000, 70, 12), y.expand(1000, 70, 12))
+
+
 @pytest.mark.host
 @pytest.mark.parametrize("options", [{}, dict(token_gamma=0.99), dict(credit="turn", critic_lam=0.5)])
 @pytest.mark.parametrize("turn_tokens", [1, 50])
