@@ -11,7 +11,6 @@ from numba import njit
 from . import runtime
 from .checks import fail
 
-BLOCK = 4096  # tokens, first looked at in order, which memory likes better than a walk back
 FALLING, TOKEN_REWARD, TURN_REWARD = 1, 2, 3  # what can be wrong with a row
 
 
@@ -31,42 +30,40 @@ def _walk_back(
         value, target, critic_target = 0.0, 0.0, 0.0  # of the action token that comes next
         pending, lost = 0.0, -1  # rewards on masked tokens before it, and where the first of them is
         next_id, opens, closes = 0, -1, -1  # its turn: id, first token (as far as known), last token
-        for block_end in range(len(v), 0, -BLOCK):
-            block = slice(max(block_end - BLOCK, 0), block_end)
-            advantage[block] = 0
-            of_row[block] = 0
-            has_rewards = reward.size > 0
-            has_strays = has_rewards and _any_masked(reward[block], is_action[block])
-            for t in range(block_end - 1, max(block_end - BLOCK, 0) - 1, -1):
-                if is_action[t] == 0:
-                    if has_strays and reward[t] != 0:
-                        pending += reward[t]
-                        lost = t
-                    continue
-                if has_rewards:
+        advantage[:] = 0
+        of_row[:] = 0
+        has_rewards = reward.size > 0
+        has_strays = has_rewards and _any_masked(reward, is_action)
+        for t in range(len(v) - 1, -1, -1):
+            if is_action[t] == 0:
+                if has_strays and reward[t] != 0:
                     pending += reward[t]
-                turn = turns[t]
-                is_last = closes < 0
-                if is_last:
-                    x = critic_x = ends[row]
-                elif turn != next_id:
-                    x = gamma * ((1 - lam) * value + lam * target)
-                    critic_x = gamma * ((1 - critic_lam) * value + critic_lam * critic_target)
-                else:
-                    x = token_gamma * ((1 - token_lam) * value + token_lam * target)
-                    critic_x = token_gamma * ((1 - token_lam) * value + token_lam * critic_target)
-                if is_last or turn != next_id:
-                    if turn_credit and not is_last:
-                        _spread(advantage, is_action, opens, closes)
-                    if not is_last and turn > next_id:
-                        problems[row, 0], problems[row, 1] = FALLING, opens
-                    for k in range(max(turn, 0), num_ids if is_last else min(next_id, num_ids)):
-                        pending += turn_rewards[row, k]
-                    next_id, closes = turn, t
-                value = v[t]
-                target, critic_target = pending + x, pending + critic_x
-                advantage[t], of_row[t] = target - value, critic_target
-                pending, lost, opens = 0.0, -1, t
+                    lost = t
+                continue
+            if has_rewards:
+                pending += reward[t]
+            turn = turns[t]
+            is_last = closes < 0
+            if is_last:
+                x = critic_x = ends[row]
+            elif turn != next_id:
+                x = gamma * ((1 - lam) * value + lam * target)
+                critic_x = gamma * ((1 - critic_lam) * value + critic_lam * critic_target)
+            else:
+                x = token_gamma * ((1 - token_lam) * value + token_lam * target)
+                critic_x = token_gamma * ((1 - token_lam) * value + token_lam * critic_target)
+            if is_last or turn != next_id:
+                if turn_credit and not is_last:
+                    _spread(advantage, is_action, opens, closes)
+                if not is_last and turn > next_id:
+                    problems[row, 0], problems[row, 1] = FALLING, opens
+                for k in range(max(turn, 0), num_ids if is_last else min(next_id, num_ids)):
+                    pending += turn_rewards[row, k]
+                next_id, closes = turn, t
+            value = v[t]
+            target, critic_target = pending + x, pending + critic_x
+            advantage[t], of_row[t] = target - value, critic_target
+            pending, lost, opens = 0.0, -1, t
         if closes < 0:  # no action token: zeros, and rewards are dropped
             continue
         if turn_credit:
