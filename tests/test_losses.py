@@ -10,6 +10,7 @@ from rsi_kernels import (
     linear_token_logprobs,
     policy_loss,
     reference,
+    runtime,
     value_loss,
 )
 
@@ -159,8 +160,17 @@ def test_clipped_tokens_cost_no_backward_product(monkeypatch):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
-def test_linear_ppo_against_float64(monkeypatch, options, dtype, margin):
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16", "margin"),
+    [
+        (torch.float32, False, 1e-6),
+        (torch.bfloat16, False, 8e-3),
+        (torch.bfloat16, True, 8e-3),
+        (torch.float16, False, 1e-3),
+    ],
+)
+def test_linear_ppo_against_float64(monkeypatch, options, dtype, has_bf16, margin):
+    monkeypatch.setattr(runtime, "cpu_multiplies_bf16", lambda: has_bf16)
     monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 37 * 5)
     monkeypatch.setattr(linear_logprob, "CPU_ROWS", 1)
     h, w, targets, mask, old, advantages, behaviour = linear_case(4, dtype)

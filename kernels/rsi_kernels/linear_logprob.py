@@ -12,7 +12,7 @@ CPU_CHUNK = 2**23  # elements of logits in fp32: 32 MiB, since the matrix produc
 CPU_ROWS = 64  # at least, or reading the weight costs more than the product
 GPU_CHUNK = 2**29  # 2,100 rows for a vocabulary of 248,320: fewer would lose to passes over the weight's fp32 gradient
 # On a CPU, elements of the weight in a product: it stays in the cache (15% faster), and only so much is held in fp32.
-VOCAB_BLOCK = 2**21
+VOCAB_BLOCK = 2**20
 TILE_ROWS = 512  # with a block of the vocabulary, where nothing else needs the logits
 
 
@@ -48,7 +48,8 @@ def vocabulary_blocks(weight: Tensor):
 
 def gradient_dtype(hidden: Tensor) -> torch.dtype:
     """In which `head_gradient` multiplies the gradient of the logits."""
-    return torch.bfloat16 if hidden.dtype == torch.bfloat16 and hidden.is_cuda else torch.float32
+    native = hidden.is_cuda or runtime.cpu_multiplies_bf16()
+    return torch.bfloat16 if hidden.dtype == torch.bfloat16 and native else torch.float32
 
 
 def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor, dweight: Tensor, fresh: bool):
@@ -61,8 +62,12 @@ def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tens
         dlogits = dlogits.to(torch.bfloat16)
         if dhidden.numel():
             torch.mm(dlogits, weight, out=dhidden)
-        if dweight.numel():
+        if dweight.numel() and hidden.is_cuda:
             torch.addmm(dweight, dlogits.T, hidden, out_dtype=torch.float32, beta=beta, out=dweight)
+        elif dweight.numel():
+            for a, b in vocabulary_blocks(weight):
+                product = dlogits[:, a:b].T @ hidden
+                dweight[a:b].copy_(product) if fresh else dweight[a:b].add_(product)
         return
     total, hidden = torch.zeros_like(dhidden, dtype=torch.float32), hidden.float()
     for a, b in vocabulary_blocks(weight):

@@ -97,7 +97,11 @@ def _scaled_weight(dweight: Tensor, of_loss: Tensor, dtype: torch.dtype) -> Tens
     """dweight * of_loss, without a copy where none is needed: it is as large as the weight."""
     if type(dweight) is Tensor and not dweight.is_cuda and dweight.dtype == dtype and of_loss == 1:  # reads no GPU
         return dweight
-    return torch.mul(dweight, of_loss, out=torch.empty_like(dweight, dtype=dtype))
+    out = torch.empty_like(dweight, dtype=dtype)
+    # At once, a CPU would hold all of the product in fp32 as well.
+    for a, b in [(0, len(out))] if dweight.is_cuda else linear_logprob.vocabulary_blocks(dweight):
+        torch.mul(dweight[a:b], of_loss, out=out[a:b])
+    return out
 
 
 _linear_ppo_loss.register_autograd(_backward, setup_context=_save)

@@ -1,5 +1,6 @@
 """The one place that knows about devices, Triton and its interpreter."""
 
+import functools
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,13 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def uses_numba(tensor: torch.Tensor) -> bool:
     """True where an op takes loops compiled for the CPU."""
     return tensor.device.type == "cpu"
+
+
+@functools.cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for bf16 products, which it otherwise takes 100 times longer for."""
+    tests = (torch.cpu, "_is_avx512_bf16_supported"), (torch.cpu, "_is_amx_tile_supported")
+    return any(getattr(module, name, bool)() for module, name in tests)
 
 
 def in_threads(compiled, arguments: tuple, num_rows: int, width: int) -> None:
