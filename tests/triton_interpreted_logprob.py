@@ -212,6 +212,7 @@ def test_linear_operations(monkeypatch, dtype):
     """In chunks, against their torch path."""
     monkeypatch.setattr(linear_logprob, "CPU_CHUNK", 90 * 3)
     monkeypatch.setattr(linear_logprob, "CPU_ROWS", 1)
+    torch.manual_seed(8)
     _, targets, mask, g, ge = case(8, (2, 4), 90)
     h, w = torch.randn(2, 4, 6).to(dtype), torch.randn(90, 6).to(dtype)
     old, advantages = -4 - torch.rand(2, 4), torch.randn(2, 4)
@@ -227,7 +228,9 @@ def test_linear_operations(monkeypatch, dtype):
             scores = [x.detach() for x in (logprobs, entropy, loss, *stats.values())]
             results.append([*scores, *(x.grad for x in leaves)])
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
+        # A sum whose terms cancel keeps the rounding of the terms: bf16 multiplies on one path, fp32 may on the other.
+        rounding = {} if a.dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-7 * float(b.abs().max())}
+        torch.testing.assert_close(a, b, **rounding)
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
