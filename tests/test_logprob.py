@@ -86,9 +86,12 @@ def test_many_chunks(monkeypatch, vocabulary):
     monkeypatch.setattr(linear_logprob, "VOCAB_BLOCK", 5 * 100)
     for dtype, margin in DTYPES[:2]:
         logits, h, w, targets, mask, g, ge = case(1, (13,), vocabulary, dtype=dtype, density=1.0)
-        args = (targets, mask, g, ge, (2e-6, margin))
-        check_all(token_logprobs, reference.token_logprobs, [logits], *args)
-        check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args)
+        args = (targets, mask, g, ge)
+        check_all(token_logprobs, reference.token_logprobs, [logits], *args, (2e-6, margin))
+        for has_bf16, roundings in ((False, 1), (True, 3)):  # of the result; of factors and of each chunk's product too
+            monkeypatch.setattr(runtime, "cpu_multiplies_bf16", lambda has_bf16=has_bf16: has_bf16)
+            margins = 2e-6, roundings * margin
+            check_all(linear_token_logprobs, reference.linear_token_logprobs, [h, w], *args, margins)
 
 
 @pytest.mark.host

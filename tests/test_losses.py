@@ -165,7 +165,7 @@ def test_clipped_tokens_cost_no_backward_product(monkeypatch):
     [
         (torch.float32, False, 1e-6),
         (torch.bfloat16, False, 8e-3),
-        (torch.bfloat16, True, 8e-3),
+        (torch.bfloat16, True, 1.2e-2),  # one rounding more, of the logits' gradient
         (torch.float16, False, 1e-3),
     ],
 )

@@ -98,6 +98,7 @@ def test_bad_argument(name, value, message):
         family_rewards(**GOOD | {name: value})
 
 
+@pytest.mark.host
 def test_family_beyond_the_weights():
     with pytest.raises(ValueError, match=r"^family: expected ids in \[-1, 2\), got 2 at row 0, check 1"):
         family_rewards(torch.ones(1, 2), torch.tensor([[0, 2]]), torch.tensor([0]), family_weights=[1.0, 1.0])
