@@ -263,7 +263,7 @@ def test_70000_rows():
 @pytest.mark.parametrize("options", [{}, dict(token_gamma=0.99), dict(credit="turn", critic_lam=0.5)])
 @pytest.mark.parametrize("turn_tokens", [1, 50])
 def test_no_python_loop_over_tokens_or_turns(options, turn_tokens):
-    """As many lines of Python are executed for 1,000 tokens as for 100,000."""
+    """As many of our lines of Python are executed for 1,000 tokens as for 100,000."""
 
     def lines(n):
         mask, ids = torch.ones(2, n, dtype=torch.bool), (torch.arange(n) // turn_tokens).expand(2, n)
@@ -272,6 +272,8 @@ def test_no_python_loop_over_tokens_or_turns(options, turn_tokens):
 
         def trace(frame, event, argument):
             nonlocal count
+            if "rsi_kernels" not in frame.f_code.co_filename:  # torch's own, or a finalizer that is run just now
+                return None
             count += 1
             return trace
 
