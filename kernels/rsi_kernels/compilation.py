@@ -3,6 +3,7 @@
 Every *_triton.py module lists its forms in `launch_configurations()`, and nowhere else.
 """
 
+from itertools import groupby
 from typing import NamedTuple
 
 import triton
@@ -20,8 +21,12 @@ class LaunchConfiguration(NamedTuple):
 
     @property
     def name(self) -> str:
-        flags = [f"{k}={v}" for k, v in self.constants.items() if k in {p.name for p in self.kernel.params}]
-        return f"{self.kernel.__name__}[{','.join([*flags, *sorted(set(self.types.values()))])}]"
+        """Unique: the constants, then the types in the order of the parameters, alike neighbours counted."""
+        names = [p.name for p in self.kernel.params]
+        flags = [f"{name}={value}" for name, value in self.constants.items() if name in names]
+        runs = [(t, len(list(run))) for t, run in groupby(self.types[n] for n in names if n not in self.constants)]
+        types = [f"{count} {t}" if count > 1 else t for t, count in runs]
+        return f"{self.kernel.__name__}[{', '.join(flags + types)}]"
 
 
 def launch_configurations() -> list[LaunchConfiguration]:
