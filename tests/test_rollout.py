@@ -55,10 +55,13 @@ class FakeVllm:
                 self.answer(200, json.dumps({"choices": [full]}))
 
             def answer(self, status, text):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(text.encode())))
+                    self.end_headers()
+                    self.wfile.write(text.encode())
+                except BrokenPipeError:
+                    self.close_connection = True  # the client gave up waiting, which some tests are about
 
             def log_message(self, *_):
                 pass
