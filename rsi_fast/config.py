@@ -128,7 +128,8 @@ class Trainer(Section):
     whiten_advantages: bool = True
     optimizer: Optimizer = Optimizer()
     zero: Zero = Zero()
-    keep_checkpoints: PositiveCount = 2
+    keep_checkpoints: PositiveCount = 2  # the last ones
+    keep_best: Count = 0  # and of all so many whose weights solved most of the training attempts made with them
     max_logprob_abs_diff: Positive = 0.1  # mean over a round's tokens, trainer against vLLM, beyond which the run stops
     sync_timeout_s: Positive = 120.0
     profile_round: Count | None = (

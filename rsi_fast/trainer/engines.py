@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rsi_fast.config import Config
 from rsi_fast.errors import UserError
+from rsi_fast.trainer.model_folder import write_model_folder
 
 BUCKET_BYTES = 512 * 2**20  # of gathered weights at a time: bounds what a sync holds beside the shards
 
@@ -111,8 +112,8 @@ class Engine:
         self._before, self._steps_until_guard = {}, 0
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(checkpoint name, parameter) as a Hugging Face folder names them; a tied head is there once."""
-        return [(name.partition(".")[2], p) for name, p in self.module.named_parameters()]
+        """(name, parameter) as a Hugging Face folder names them; a tied head is there once."""
+        return [(self.module.folder_name(name), p) for name, p in self.module.named_parameters()]
 
     def shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         # The local shape of a ZeRO-3 parameter is [0]; ds_shape is the whole one.
@@ -133,34 +134,12 @@ class Engine:
                 bucket, size = [], 0
 
     def export(self, folder: Path, like: Path) -> None:
-        """Writes a Hugging Face folder that transformers and vLLM load; tokenizer and config as in `like`."""
-        from safetensors.torch import save_file
-
-        state = {}
-        for bucket in self.gathered_buckets():
-            if dist.get_rank() == 0:
-                state.update({name: tensor.cpu().clone() for name, tensor in bucket})
+        """Writes a Hugging Face folder that transformers and vLLM load; tokenizer and config as in `like`. Holds one
+        bucket at a time. A collective."""
         if dist.get_rank() == 0:
-            temporary = folder.with_name(f".{folder.name}.part")
-            _copy_small_files(like, temporary)
-            save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
-            _publish(temporary, folder)
+            tensors = (pair for bucket in self.gathered_buckets() for pair in bucket)
+            write_model_folder(folder, like, self.shapes(), tensors)
+        else:
+            for _ in self.gathered_buckets():
+                pass
         dist.barrier()
-
-
-def _copy_small_files(source: Path, target: Path) -> None:
-    import shutil
-
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
-            shutil.copy(path, target / path.name)
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    import shutil
-
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)

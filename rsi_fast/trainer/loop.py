@@ -12,10 +12,11 @@ import torch.distributed as dist
 from rsi_fast.config import Config, Stage
 from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory, write_json_atomic
+from rsi_fast.trainer import checkpoint as checkpoints
 from rsi_fast.trainer import metrics as metrics_log
 from rsi_fast.trainer import rollouts, update
 from rsi_fast.trainer.batching import Sample, deal, micro_batches
-from rsi_fast.trainer.checkpoint import State, latest_checkpoint, load_engines, load_state, save_checkpoint
+from rsi_fast.trainer.checkpoint import State
 from rsi_fast.trainer.engines import Engine
 from rsi_fast.trainer.metrics import Stopwatch
 from rsi_fast.trainer.models import load_actor, load_critic
@@ -74,6 +75,8 @@ class Trainer:
             trajectories = self._collect(order)
         with phase("score"):
             samples, metrics = rollouts.score(trajectories, stage.partial_cap, config.credit.family_weights)
+            if self.rank == 0:
+                checkpoints.note_score(self.run_dir, metrics["rollout/success"])
             epochs = update.split_round(samples, config, order.name, self.rank, self.world_size)
             mine = [sample for minibatch in epochs[0] for sample in minibatch]
         with phase("forward"):
@@ -223,20 +226,25 @@ class Trainer:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def _checkpoint(self) -> None:
-        save_checkpoint(self.run_dir, self.state, self._engines(), self.config.trainer.keep_checkpoints)
+        trainer = self.config.trainer
+        checkpoints.save_checkpoint(
+            self.run_dir, self.state, self._engines(), trainer.keep_checkpoints, trainer.keep_best
+        )
 
     def _resume(self) -> None:
-        if checkpoint := latest_checkpoint(self.run_dir):
+        if checkpoint := checkpoints.latest_checkpoint(self.run_dir):
             try:
-                self.state = load_state(checkpoint)
+                checkpoints.check(checkpoint)
+                self.state = checkpoints.load_state(checkpoint)
                 if self.state.critic_from:
                     self._make_critic()
-                load_engines(checkpoint, self._engines())
+                checkpoints.load_engines(checkpoint, self._engines())
             except Exception as error:
                 traceback.print_exc()
+                what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 raise UserError(
-                    f"the checkpoint {checkpoint} could not be loaded ({type(error).__name__}: {error}). If it is "
-                    "damaged, move it aside: the run then goes on from the one before, or from its start"
+                    f"the checkpoint {checkpoint} could not be loaded ({what}). If it is damaged, move it out of "
+                    f"{checkpoint.parent}: the run then goes on from the one before, or from its start"
                 ) from error
         if self.rank == 0:
             metrics_log.drop_after(self.run_dir / "metrics.jsonl", self.state.step)

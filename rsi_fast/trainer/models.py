@@ -21,6 +21,11 @@ class Actor(nn.Module):
         super().__init__()
         self.language_model = language_model
 
+    @staticmethod
+    def folder_name(name: str) -> str:
+        """What a Hugging Face folder calls one of our parameters."""
+        return name.removeprefix("language_model.")
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -58,6 +63,11 @@ class Critic(nn.Module):
         with torch.no_grad():
             self.value_head.weight.normal_(0, 1e-3, generator=torch.Generator().manual_seed(seed))
             self.value_head.bias.zero_()
+
+    @staticmethod
+    def folder_name(name: str) -> str:
+        """As transformers' token classifiers with one label, which a critic is."""
+        return name.replace("backbone.", "model.", 1).replace("value_head.", "score.", 1)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [B, T] int64 -> values [B, T] fp32 at token positions; the first is 0: nothing precedes it."""
