@@ -89,6 +89,21 @@ def evaluate(
 
 
 @app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that is not at work.")],
+    out: Annotated[Path, typer.Option(help="The model folder to write.")],
+    checkpoint: Annotated[
+        str, typer.Option(help="last, best (see trainer.keep_best), or a name: step-00000012.")
+    ] = "last",
+    critic: Annotated[bool, typer.Option("--critic", help="The critic, as a token classifier with one label.")] = False,
+) -> None:
+    """A checkpoint as a Hugging Face folder, which transformers and vLLM load. Needs no server and no GPU."""
+    from rsi_fast.commands import export as work
+
+    _finish(work(run_dir, out, checkpoint, critic))
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not.")]) -> None:
     """The stages of a run, before and after with 95% intervals, and where the time went."""
     from rsi_fast.report import print_report, summarise

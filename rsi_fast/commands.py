@@ -1,6 +1,7 @@
-"""The parts of a run on their own: `serve`, `collect`, `train`, `eval`."""
+"""The parts of a run on their own: `serve`, `collect`, `train`, `eval`, `export`."""
 
 import asyncio
+import fcntl
 import time
 import zlib
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rsi_fast.config import Config
+from rsi_fast.config import Config, load_config
 from rsi_fast.doctor import check_can_start
 from rsi_fast.errors import UserError
 from rsi_fast.launch import POLL_S, Launcher, prepare, run_directory
@@ -123,6 +124,23 @@ def evaluate(config: Config, model: Path | None, blank_observations: bool, conso
             _collect(config, order, urls, launcher.api_key, console)
         result = evaluation(Spool(run_dir).read(order))
     return {"model": str(config.model.path), "spool": str(run_dir / "spool")} | result
+
+
+def export(run_dir: Path, out: Path, checkpoint: str, critic: bool) -> dict:
+    """A Hugging Face folder from a checkpoint of a run that is not at work."""
+    from rsi_fast.trainer.export import choose_checkpoint, export_checkpoint
+
+    if not (run_dir / "config.toml").is_file():
+        raise UserError(f"{run_dir} holds no config.toml: expected the directory of a run")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder; give --out another one")
+    with (run_dir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"a process is at work in {run_dir} and may remove checkpoints; stop it first") from None
+        chosen = choose_checkpoint(run_dir, checkpoint)
+        return export_checkpoint(load_config(run_dir / "config.toml"), chosen, out, critic)
 
 
 def _collect(config: Config, order: Order, urls: list[str], api_key: str, console: Console) -> None:

@@ -5,6 +5,7 @@ directory from which the command is started.
 """
 
 import difflib
+import fnmatch
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -236,7 +237,53 @@ class Config(Section):
 
     def save(self, path: Path) -> None:
         """Writes the resolved config, defaults included, as TOML."""
-        path.write_text(tomli_w.dumps(self.model_dump(mode="json", exclude_none=True)))
+        text = tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text)
+        part.replace(path)
+
+
+# A run may go on with other values of these: they say where and how fast the work is done, and change results by not
+# more than the rounding of sums.
+MAY_CHANGE = (
+    "run.dir",
+    "server.*",
+    "rollout.max_concurrency",
+    "rollout.request_timeout_s",
+    "rollout.stall_timeout_s",
+    "rollout.round_timeout_s",
+    "trainer.num_ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.zero.*",
+    "trainer.keep_checkpoints",
+    "trainer.keep_best",
+    "trainer.max_logprob_abs_diff",
+    "trainer.sync_timeout_s",
+    "trainer.profile_round",
+    "stages.*.checkpoint_every",
+)
+
+
+def changes(old: Config, new: Config) -> tuple[list[str], list[str]]:
+    """What is another value in `new`, as "key = new (was old)": (what a run may go on with, what it may not)."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    allowed, refused = [], []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            may = any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+            (allowed if may else refused).append(f"{key} = {after.get(key)} (was {before.get(key)})")
+    return allowed, refused
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys, as --set takes them."""
+    if isinstance(node, dict):
+        pairs = node.items()
+    elif isinstance(node, list) and node and isinstance(node[0], dict):
+        pairs = enumerate(node)
+    else:
+        return {prefix: node}
+    return {key: value for name, part in pairs for key, value in _flat(part, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def load_config(path: Path, overrides: list[str] = ()) -> Config:

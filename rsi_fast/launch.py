@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rsi_fast.config import Config, load_config
+from rsi_fast.config import Config, changes, load_config
 from rsi_fast.doctor import check_can_start
 from rsi_fast.errors import UserError
 from rsi_fast.processes import Child, last_lines, signals_raise, stop
@@ -44,21 +44,24 @@ VERSIONED = [
 def run_directory(config: Config, rotate: bool = False):
     """Makes or reopens the run directory and holds its lock.
 
-    A directory of a run with another config, or of a finished one, is refused, or moved aside with `rotate`.
+    A directory of a run with another config, or of a finished one, is refused, or moved aside with `rotate`. What may
+    change in a run (config.MAY_CHANGE) is let through, and the directory's config.toml follows.
     """
     run_dir = config.run.dir
     saved = run_dir / "config.toml"
     if saved.exists():
-        other = load_config(saved) != config
+        allowed, refused = changes(load_config(saved), config)
         finished = (run_dir / "summary.json").exists()
-        if (other or finished) and rotate:
+        if (refused or finished) and rotate:
             aside = _free_name(run_dir)
             run_dir.rename(aside)
-        elif other:
+        elif refused:
             raise UserError(
-                f"{run_dir} holds a run with another config ({saved}). Give this one another folder "
-                "(--set run.dir=...), or move the old one aside with --rotate."
+                f"{run_dir} holds a run with another config ({saved}): {', '.join(refused)}. Give this one another "
+                "folder (--set run.dir=...), or move the old one aside with --rotate."
             )
+        elif allowed and not finished:
+            Console(stderr=True).print(f"the run goes on with {', '.join(allowed)}", highlight=False, markup=False)
     elif run_dir.is_dir() and any(run_dir.iterdir()):
         raise UserError(f"{run_dir} is not empty and is not a run directory; choose another run.dir")
     try:
@@ -71,7 +74,7 @@ def run_directory(config: Config, rotate: bool = False):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another rsi-fast process is at work in {run_dir}; stop it first") from None
-        if not saved.exists():
+        if not (run_dir / "summary.json").exists():
             config.save(saved)
         write_json_atomic(run_dir / "versions.json", json.dumps(versions(), indent=1))
         for stale in [*run_dir.glob("logs/*.error"), run_dir / "servers.json", run_dir / "collect.json"]:

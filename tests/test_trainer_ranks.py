@@ -1,13 +1,15 @@
-"""The trainer on real ZeRO-3 ranks, without servers: the same run on one rank and on two, and after a kill."""
+"""The trainer on real ZeRO-3 ranks, without servers: the same run on one rank and on two, after kills, and with
+other ranks than before."""
 
+import shutil
 import signal
-import time
+from pathlib import Path
 
 import pytest
 import torch
 import trainer_runs
 
-from rsi_fast.trainer.checkpoint import latest_checkpoint
+from rsi_fast.trainer.checkpoint import Shards, find_damage, latest_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -33,39 +35,113 @@ def test_every_stage_leaves_its_lines_and_models(two_ranks):
     assert lines[-1]["actor/ratio_mean"] == pytest.approx(1, abs=0.1)
 
 
-def test_one_rank_with_other_micro_batches_learns_the_same(two_ranks):
-    """Traps 8 and 9: neither ranks nor the cut into micro-batches change losses, gradient norms or weights."""
-    folder, config, lines = two_ranks
-    other = trainer_runs.make_run(folder / "one", num_ranks=1, micro_batch_tokens=300)
-    for mine, theirs in zip(numbers(lines), numbers(trainer_runs.train(other)), strict=True):
+def assert_close(lines: list[dict], expected: list[dict]) -> None:
+    for mine, theirs in zip(numbers(expected), numbers(lines), strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in mine.items():
             if isinstance(value, float):
                 assert theirs[key] == pytest.approx(value, rel=2e-3, abs=2e-5), key
             else:
                 assert theirs[key] == value, key
+
+
+def test_one_rank_with_other_micro_batches_learns_the_same(two_ranks):
+    """Traps 8 and 9: neither ranks nor the cut into micro-batches change losses, gradient norms or weights."""
+    folder, config, lines = two_ranks
+    other = trainer_runs.make_run(folder / "one", num_ranks=1, micro_batch_tokens=300)
+    assert_close(trainer_runs.train(other), lines)
     one, two = trainer_runs.final_weights(other), trainer_runs.final_weights(config)
     for name in two:
         # Adam's first steps are near the sign of the gradient, which rounding turns where it is about 0.
         assert (one[name] - two[name]).abs().mean() < 2e-5, name
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(two_ranks):
-    """Trap 19: killed with -9 after a checkpoint, resumed: the same metrics and bit-equal weights."""
+POINTS = {  # of altered_trainer.py -> the newest checkpoint then: the step of metrics after which it was taken
+    "in_file": None,
+    "between_engines": 3,
+    "before_rename": 3,
+    "in_round": 4,
+    "after_rename": 5,
+    "in_removal": 6,
+}
+
+
+def test_a_run_killed_at_the_worst_moments_goes_on_as_if_it_had_not_been(two_ranks):
+    """Trap 19: everything killed with -9, in mid-round and in every part of a checkpoint; each time started again. The
+    same metrics, and bit-equal weights of both engines."""
     folder, config, lines = two_ranks
     other = trainer_runs.make_run(folder / "killed", num_ranks=2)
-    process = trainer_runs.start_ranks(other)
-    deadline = time.monotonic() + 120
-    while not any((other.run.dir / "checkpoints").glob("step-00000003")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
-    trainer_runs.kill_tree(process, signal.SIGKILL)
-    assert not (other.run.dir / "done.json").exists(), "the run was over before it could be killed"
-    assert latest_checkpoint(other.run.dir) is not None
+    for point, step in POINTS.items():
+        trainer_runs.train_until_killed(other, point)
+        newest = latest_checkpoint(other.run.dir)
+        assert newest == (step and other.run.dir / "checkpoints" / f"step-{step:08d}"), point
+        assert not newest or not find_damage(newest)
     assert numbers(trainer_runs.train(other)) == numbers(lines)
     killed, whole = trainer_runs.final_weights(other), trainer_runs.final_weights(config)
     assert all(torch.equal(killed[name], whole[name]) for name in whole)
+    assert_same_states(latest_checkpoint(other.run.dir), latest_checkpoint(config.run.dir))
+    left = sorted(path.name for path in (other.run.dir / "checkpoints").iterdir())
+    assert left == ["step-00000005", "step-00000006"], "what the kills left half done is gone"
+
+
+def assert_same_states(one: Path, two: Path) -> None:
+    """Weights and both moments of both engines, bit for bit, whatever the number of ranks."""
+    for name in ("actor", "critic"):
+        with Shards(one / name) as a, Shards(two / name) as b:
+            assert a.shapes == b.shapes
+            assert a.optimizer_step == b.optimizer_step > 0
+            for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+                for parameter in a.shapes:
+                    assert torch.equal(a.whole(kind, parameter), b.whole(kind, parameter)), (name, kind, parameter)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(two_ranks):
+    """The states go over bit for bit, and the metrics are those of the run that kept its two ranks, but for rounding."""
+    folder, config, lines = two_ranks
+    other = trainer_runs.make_run(folder / "elastic", num_ranks=2)
+    trainer_runs.train_until_killed(other, "in_round")
+    taken_on_two = shutil.copytree(latest_checkpoint(other.run.dir), folder / "taken")
+    copy = folder / "resaved"
+    copy.mkdir()
+    again = trainer_runs.train(trainer_runs.with_ranks(other, 1), {"ALTER": f"resave {copy}"})
+    assert_same_states(latest_checkpoint(copy), taken_on_two)
+    assert_close(again, lines)
+    # and once more from there, on four
+    shutil.rmtree(other.run.dir / "checkpoints")
+    shutil.copytree(latest_checkpoint(copy), other.run.dir / "checkpoints" / latest_checkpoint(copy).name)
+    copy = folder / "resaved-by-four"
+    copy.mkdir()
+    again = trainer_runs.train(trainer_runs.with_ranks(other, 4), {"ALTER": f"resave {copy}"})
+    assert_same_states(latest_checkpoint(copy), taken_on_two)
+    assert_close(again, lines)
+
+
+def test_a_damaged_checkpoint_stops_the_run_with_its_name(two_ranks):
+    """And without it the run goes on from the one before, to the same end."""
+    folder, config, lines = two_ranks
+    other = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder / "damaged"})})
+    shutil.copytree(config.run.dir, other.run.dir)
+    newest = latest_checkpoint(other.run.dir)
+    with (newest / "critic" / "rank-00001.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    process = trainer_runs.start_ranks(other)
+    assert process.wait(timeout=120) not in (0, -signal.SIGKILL)
+    message = (other.run.dir / "logs" / "trainer-0.error").read_text()
+    assert f"the checkpoint {newest} could not be loaded (critic/rank-00001.safetensors has 1000 bytes" in message
+    assert "move it out of" in message
+    shutil.move(newest, folder / "aside")
+    assert numbers(trainer_runs.train(other)) == numbers(lines)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(two_ranks):
+    folder, _, _ = two_ranks
+    config = trainer_runs.make_run(folder / "full", num_ranks=2)
+    process = trainer_runs.start_ranks(config, {"ALTER": "full "})
+    assert process.wait(timeout=120) == 1
+    message = (config.run.dir / "logs" / "trainer-1.error").read_text()
+    assert "step-00000004 could not be written (rank 0: No space left on device; rank 1: No space left" in message
+    assert f"{latest_checkpoint(config.run.dir)} is whole and stays. Make room" in message
+    assert sorted(p.name for p in (config.run.dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
 
 
 def test_missing_weights_stop_the_run(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,21 +145,23 @@ def make_run(folder: Path, num_ranks: int, micro_batch_tokens: int = 64) -> Conf
 
 
 def start_ranks(config: Config, env: dict[str, str] | None = None) -> subprocess.Popen:
+    """With ALTER in env the ranks run tests/altered_trainer.py, which says what that does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [
         f"--nproc-per-node={config.trainer.num_ranks}",
         "-m",
-        "rsi_fast.trainer",
+        "altered_trainer" if env else "rsi_fast.trainer",
         str(config.run.dir),
         "--offline",
     ]
     settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    settings["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
     return subprocess.Popen(command, env=os.environ | settings | (env or {}), cwd=ROOT)
 
 
-def train(config: Config) -> list[dict]:
+def train(config: Config, env: dict[str, str] | None = None) -> list[dict]:
     """Runs the ranks to the end; returns the lines of metrics."""
-    process = start_ranks(config)
+    process = start_ranks(config, env)
     code = process.wait(timeout=240)
     logs = "\n".join(p.read_text()[-3000:] for p in sorted((config.run.dir / "logs").glob("trainer-*.log")))
     assert code == 0, logs
@@ -173,6 +176,20 @@ def final_weights(config: Config) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(config.run.dir / "models" / "ppo" / "model.safetensors")
+
+
+def train_until_killed(config: Config, point: str) -> None:
+    """Runs the ranks until they reach a point of altered_trainer.py, where all of them and torchrun die by -9."""
+    process = start_ranks(config, {"ALTER": f"kill {point}"})
+    assert process.wait(timeout=120) == -signal.SIGKILL, f"{point} was not reached"
+
+
+def with_ranks(config: Config, num_ranks: int) -> Config:
+    """The same run, to go on with so many ranks."""
+    trainer = config.trainer.model_copy(update={"num_ranks": num_ranks})
+    other = config.model_copy(update={"trainer": trainer})
+    other.save(config.run.dir / "config.toml")
+    return other
 
 
 def kill_tree(process: subprocess.Popen, number: int) -> None:

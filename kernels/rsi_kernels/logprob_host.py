@@ -75,12 +75,14 @@ def _narrow(context, x, like):
     return like(types.float32, like), build
 
 
-@njit
+# forceinline: else the process that compiles calls the separate copy of a helper, which LLVM may have optimised in
+# another way than the copy inside the cached caller, and its sums would differ in the last bit from later runs.
+@njit(forceinline=True)
 def _at_least_tiny(y):
     return TINY if y < TINY else y  # max() would lose NaN
 
 
-@njit
+@njit(forceinline=True)
 def _exp2(y):
     """2^y, held within 2^-126 and 2^127; relative error at most 2e-7."""
     y = _at_least_tiny(HUGE if y > HUGE else y)
@@ -90,7 +92,7 @@ def _exp2(y):
     return p * _as_float((near << INT(23)) + INT(127 << 23))  # times, not added to its bits: NaN stays NaN
 
 
-@njit
+@njit(forceinline=True)
 def _highest(block):
     """The largest number, found among the bits as integers in the same order: of floats it would be no vector loop."""
     highest = INT(-(2**31))
@@ -100,7 +102,7 @@ def _highest(block):
     return _as_float(highest ^ ((highest >> INT(31)) & INT(0x7FFFFFFF)))
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, forceinline=True)
 def _exponentials(block, top, scale, with_entropy):
     """With y = (x - top) * scale: (sum of 2^y, sum of 2^y * y, bits of the largest 2^y)."""
     total, weighted, largest = FP(0), FP(0), INT(0)

@@ -1,21 +1,31 @@
 """One trainer rank: `torchrun ... -m rsi_fast.trainer RUN [--offline]`. Reads RUN/config.toml; writes RUN/logs/."""
 
+import fcntl
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+
+LOCK_WAIT_S = 60.0
 
 
 def main() -> int:
     run_dir, offline = Path(sys.argv[1]), "--offline" in sys.argv[2:]
     rank = int(os.environ["RANK"])
+    from rsi_fast.processes import die_with_parent
+
+    die_with_parent()  # torchrun, when it is killed with -9, leaves its ranks at work
     log = os.open(run_dir / "logs" / f"trainer-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     from rsi_fast.errors import UserError, leave_error
 
     try:
+        lock = (run_dir / ".trainer.lock").open("w")
+        if rank == 0:
+            _take(lock, run_dir)
         _train(run_dir, offline)
     except UserError as error:
         print(f"error: {error}", flush=True)
@@ -26,6 +36,23 @@ def main() -> int:
         leave_error(run_dir, f"trainer-{rank}", f"{type(error).__name__}: {error}")
         return 1
     return 0
+
+
+def _take(lock, run_dir: Path) -> None:
+    """Two trainers in one directory would mix their checkpoints: the ranks of a launcher that was killed go first."""
+    from rsi_fast.errors import UserError
+
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another trainer has been at work in {run_dir} for {LOCK_WAIT_S:g} s; end its processes "
+                    "(python -m rsi_fast.trainer), then start again"
+                ) from None
+        time.sleep(0.2)
 
 
 def _train(run_dir: Path, offline: bool) -> None:

@@ -6,7 +6,7 @@ RUN/checkpoints/step-00000012/rng-00000.json                         this rank's
 RUN/checkpoints/step-00000012/state.json                             State, and size and checksum of every other file
 RUN/checkpoints/step-00000012/score.json                             what its weights were worth; comes later, or never
 
-ZeRO-3 gives rank r of R the numbers [r*n, (r+1)*n) of a flattened parameter, n = ceil(size / R), and the files hold just
+ZeRO-3 gives rank r of R the numbers [r*n, (r+1)*n) of a flattened parameter, n = ceil(size / R); the files hold just
 these. So a run goes on with another number of ranks by reading other ranges, and a Hugging Face folder can be made from
 the files alone. Nothing is pickled.
 """

@@ -12,15 +12,24 @@ from rsi_fast.trainer.tensor_files import Entry, TensorFile, publish
 MAX_FILE_BYTES = 5 * 10**9  # transformers' own limit was this for years
 
 
-def write_model_folder(folder: Path, like: Path, entries: list[Entry], tensors: Iterable[tuple[str, torch.Tensor]]):
-    """Tokenizer and configuration as in `like`, and the weights; `entries` says which, in the order in which `tensors`
-    gives them. The folder appears when it is whole."""
+def write_model_folder(
+    folder: Path,
+    like: Path,
+    entries: list[Entry],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config_changes: dict | None = None,
+) -> None:
+    """Tokenizer and configuration as in `like`, but for `config_changes`, and the weights; `entries` says which, in the
+    order in which `tensors` gives them. The folder appears when it is whole."""
     temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for path in like.iterdir():
         if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
             shutil.copy(path, temporary / path.name)
+    if config_changes:
+        config = temporary / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | config_changes, indent=2))
     files = cut(entries, MAX_FILE_BYTES)
     source = iter(tensors)
     for name, part in files.items():

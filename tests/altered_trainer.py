@@ -1,0 +1,84 @@
+"""A trainer rank as it is, but for what the environment variable ALTER says:
+
+kill POINT     every process of the run dies by -9 the moment this rank 0 gets there
+resave FOLDER  what was loaded is saved again at once, as a checkpoint of another run directory, before training goes on
+full           the disk is full when the critic's file of the checkpoint is written
+"""
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+from rsi_fast.trainer import __main__ as trainer
+
+
+def kill_everything() -> None:
+    """torchrun first, which would end the ranks in its own way."""
+    if os.environ["RANK"] == "0":
+        torchrun = psutil.Process(os.getppid())
+        ranks = torchrun.children(recursive=True)
+        torchrun.kill()
+        for rank in sorted(ranks, key=lambda process: process.pid == os.getpid()):
+            rank.kill()
+
+
+def before(owner, name: str, action, wanted=lambda *arguments: True) -> None:
+    """`action` is called before each call of owner.name whose arguments are wanted."""
+    original = getattr(owner, name)
+
+    def altered(*arguments, **keywords):
+        if wanted(*arguments):
+            action()
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, altered)
+
+
+def fail() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def alter(what: str, argument: str) -> None:
+    from rsi_fast.trainer import checkpoint, engines, loop, tensor_files
+
+    def in_critic(file, *arguments) -> bool:
+        return "critic" in str(file._file.name)
+
+    if what == "resave":
+        resume = loop.Trainer._resume
+
+        def resume_and_save(self) -> None:
+            resume(self)
+            checkpoint.save_checkpoint(Path(argument), self.state, self._engines(), 1)
+
+        loop.Trainer._resume = resume_and_save
+    elif what == "full":
+        before(tensor_files.TensorFile, "add", fail, in_critic)
+    elif argument == "in_round":  # the critic has made its step, the actor has not
+        seen: list[str] = []
+
+        def actor_follows(engine, *arguments) -> bool:
+            seen.append(engine.name)
+            return seen[-2:] == ["critic", "actor"]
+
+        before(engines.Engine, "step", kill_everything, actor_follows)
+    elif argument == "in_file":
+        before(tensor_files.TensorFile, "add", kill_everything, lambda file, name, _: name.endswith("up_proj.weight"))
+    elif argument == "between_engines":
+        before(tensor_files.TensorFile, "add", kill_everything, in_critic)
+    elif argument == "before_rename":
+        before(checkpoint, "_publish", kill_everything)
+    elif argument == "after_rename":
+        before(checkpoint, "_prune", kill_everything)
+    elif argument == "in_removal":
+        before(checkpoint, "remove_folder", kill_everything, lambda folder: folder.name.endswith(".trash"))
+    else:
+        raise ValueError(argument)
+
+
+if __name__ == "__main__":
+    alter(*os.environ["ALTER"].split(" ", 1))
+    sys.exit(trainer.main())
