@@ -1,11 +1,12 @@
 """A trainer rank as it is, but for what the environment variable ALTER says:
 
-kill POINT     every process of the run dies by -9 the moment this rank 0 gets there
+kill POINT     every process of the run dies by -9 the moment rank 0 gets there
 resave FOLDER  what was loaded is saved again at once, as a checkpoint of another run directory, before training goes on
 full           the disk is full when the critic's file of the checkpoint is written
 """
 
 import errno
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -65,16 +66,13 @@ def alter(what: str, argument: str) -> None:
             return seen[-2:] == ["critic", "actor"]
 
         before(engines.Engine, "step", kill_everything, actor_follows)
-    elif argument == "in_file":
-        before(tensor_files.TensorFile, "add", kill_everything, lambda file, name, _: name.endswith("up_proj.weight"))
     elif argument == "between_engines":
         before(tensor_files.TensorFile, "add", kill_everything, in_critic)
     elif argument == "before_rename":
         before(checkpoint, "_publish", kill_everything)
     elif argument == "after_rename":
-        before(checkpoint, "_prune", kill_everything)
-    elif argument == "in_removal":
-        before(checkpoint, "remove_folder", kill_everything, lambda folder: folder.name.endswith(".trash"))
+        calls = itertools.count()
+        before(checkpoint, "tidy", kill_everything, lambda *arguments: next(calls) > 0)  # the first is at the start
     else:
         raise ValueError(argument)
 

@@ -1,4 +1,4 @@
-"""Helper of the tests with real processes: starts `rsi-fast run` on a small demo and finds all that belongs to it."""
+"""Helper of the tests with real processes: starts `rsi-fast run` on configs/smoke.toml and finds what belongs to it."""
 
 import json
 import os
@@ -10,71 +10,20 @@ from pathlib import Path
 
 import psutil
 
+from rsi_fast.config import load_config
+
 ROOT = Path(__file__).parent.parent
 
-RUN_FILE = """
-[run]
-dir = "{dir}"
-[model]
-path = "{root}/models/demo-base"
-dtype = "float32"
-device = "cpu"
-max_tokens = 256
-[tasks.train]
-generator = "demo"
-count = 300
-[tasks.heldout]
-generator = "demo"
-split = "dev"
-count = 16
-[sandbox]
-command_timeout_s = 1.0
-output_limit_bytes = 200
-[rollout]
-agent = "plain"
-max_turns = 8
-max_turn_tokens = 32
-max_observation_tokens = 40
-max_concurrency = 6
-request_timeout_s = 40
-stall_timeout_s = 12
-round_timeout_s = 300
-[trainer]
-num_ranks = 2
-micro_batch_tokens = 4096
-minibatches = 2
-sync_timeout_s = 20
-[trainer.zero]
-param_persistence_threshold = 10000
-[[stages]]
-kind = "sft"
-demonstrations = "demo"
-num_demonstrations = 48
-steps = 4
-batch_size = 16
-actor_lr = 1e-3
-[[stages]]
-kind = "critic"
-rounds = 1
-attempts = 32
-critic_lr = 1e-3
-[[stages]]
-kind = "ppo"
-rounds = {ppo_rounds}
-attempts = 48
-actor_lr = 3e-4
-critic_lr = 1e-3
-eval_after = true
-"""
+SMOKE = ROOT / "configs" / "smoke.toml"
 
 
 class LiveRun:
-    """One run directory and the commands started on it."""
+    """One run directory of configs/smoke.toml, with overrides as --set takes them, and the commands started on it."""
 
-    def __init__(self, folder: Path, ppo_rounds: int):
+    def __init__(self, folder: Path, *overrides: str):
         self.run_dir = folder / "run"
         self.file = folder / "run.toml"
-        self.file.write_text(RUN_FILE.format(dir=self.run_dir, root=ROOT, ppo_rounds=ppo_rounds))
+        load_config(SMOKE, [f"run.dir={self.run_dir}", *overrides]).save(self.file)
         self.mark = uuid.uuid4().hex  # every process of the run inherits it
         self.output = folder / "output.txt"
         self.process: subprocess.Popen | None = None
@@ -133,6 +82,15 @@ class LiveRun:
 
     def trajectories(self) -> set[str]:
         return {str(p.relative_to(self.run_dir)) for p in (self.run_dir / "spool").rglob("[!.]*.json")}
+
+    def kill_all(self) -> None:
+        """Every process of the run at once, with -9."""
+        doomed = self.processes()
+        for process in doomed:
+            process.kill()
+        self.process.wait(timeout=10)
+        psutil.wait_procs(doomed, timeout=10)
+        assert self.processes() == []
 
     def wait_for(self, condition, timeout_s: float = 150) -> None:
         deadline = time.monotonic() + timeout_s

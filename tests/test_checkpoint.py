@@ -150,11 +150,11 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     make_checkpoints(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: 0.1, 5: None})
     (tmp_path / "checkpoints" / "step-00000006").mkdir()  # a removal that was cut: no state.json
     (tmp_path / "checkpoints" / ".step-00000006.part").mkdir()
-    checkpoints._prune(tmp_path, keep_last=2, keep_best=2)
+    checkpoints.tidy(tmp_path, keep_last=2, keep_best=2)
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == [f"step-0000000{i}" for i in (2, 3, 4, 5, 6)], "of equal ones the newer"
     assert [p.name for p in checkpoints.best_checkpoints(tmp_path)][:2] == ["step-00000002", "step-00000003"]
-    checkpoints._prune(tmp_path, keep_last=1, keep_best=0)
+    checkpoints.tidy(tmp_path, keep_last=1, keep_best=0)
     assert checkpoints.checkpoints(tmp_path) == [tmp_path / "checkpoints" / "step-00000005"]
 
 

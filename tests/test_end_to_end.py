@@ -1,8 +1,10 @@
 """One short whole run: vLLM, two ZeRO-3 ranks, weight sync, bashkit."""
 
 import json
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 from live_runs import ROOT, LiveRun
@@ -12,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    run = LiveRun(tmp_path_factory.mktemp("e2e"), ppo_rounds=2)
+    run = LiveRun(tmp_path_factory.mktemp("e2e"))
     run.start()
     run.wait_for(lambda: (run.run_dir / "servers.json").exists())
     run.key = run.find("vllm.entrypoints").environ()["VLLM_API_KEY"]
@@ -32,7 +34,7 @@ def test_the_run_directory_is_complete(finished):
 def test_every_stage_ran_and_weights_went_to_vllm(finished):
     run, _ = finished
     lines = run.lines()
-    assert [line["kind"] for line in lines] == ["sft"] * 4 + ["sync", "critic", "ppo", "ppo", "eval"]
+    assert [line["kind"] for line in lines] == ["eval"] + ["sft"] * 4 + ["sync", "critic", "ppo", "ppo", "eval"]
     versions = {
         turn["weight_version"]
         for path in (run.run_dir / "spool").glob("03-ppo-eval/*.json")
@@ -87,11 +89,59 @@ def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
         assert {k: mine[k] for k in keys if k in mine} == {k: theirs[k] for k in keys if k in theirs}
 
 
-def test_eval_scores_the_exported_model(finished):
-    """And with observations blanked, no kind of task that needs an output is solved."""
+def test_a_run_killed_twice_goes_on_as_if_it_had_not_been(finished, tmp_path):
+    """Everything killed with -9, in the middle of a collection and in the middle of training, and started again: the
+    same orders, the same tokens with the same log-probs, the same metrics, the same weights."""
     run, _ = finished
-    command = [sys.executable, "-m", "rsi_fast", "eval", str(run.file), "--blank-observations"]
-    command += ["--model", str(run.run_dir / "models" / "ppo")]
+    killed = LiveRun(tmp_path)
+    killed.start()
+    killed.wait_for(lambda: 5 <= killed.attempts("02-critic-0000") < 30)
+    killed.kill_all()
+    killed.start()
+    killed.wait_for(lambda: killed.rounds() == 1 and killed.attempts("03-ppo-0001") == 32)
+    time.sleep(random.uniform(0, 0.5))  # the round takes longer than that
+    assert killed.rounds() == 1
+    killed.kill_all()
+    killed.start()
+    code, output = killed.finish(200)
+    assert code == 0, output[-4000:]
+    assert orders(killed) == orders(run)
+    assert samples(killed) == samples(run)
+    assert [numbers(line) for line in killed.lines()] == [numbers(line) for line in run.lines()]
+    weights = [r.run_dir / "models" / "ppo" / "model.safetensors" for r in (killed, run)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def orders(run: LiveRun) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run.run_dir / "orders").iterdir()}
+
+
+def samples(run: LiveRun) -> dict[str, dict]:
+    """All of the trajectories but the seconds."""
+    found = {}
+    for name in run.trajectories():
+        trajectory = json.loads((run.run_dir / name).read_text())
+        del trajectory["timing"]
+        for turn in trajectory["turns"]:
+            del turn["generate_s"], turn["sandbox_s"]
+        found[name] = trajectory
+    return found
+
+
+def numbers(line: dict) -> dict:
+    return {key: value for key, value in line.items() if not key.startswith(("seconds/", "throughput/", "time"))}
+
+
+def test_eval_scores_the_exported_model(finished, tmp_path):
+    """A folder that `rsi-fast export` made of the last checkpoint is the one that the run left; vLLM loads it. And with
+    observations blanked, no kind of task that needs an output is solved."""
+    run, _ = finished
+    out = tmp_path / "exported"
+    command = [sys.executable, "-m", "rsi_fast", "export", str(run.run_dir), "--out", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=60)
+    for path in (run.run_dir / "models" / "ppo").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    command = [sys.executable, "-m", "rsi_fast", "eval", str(run.file), "--blank-observations", "--model", str(out)]
     done = subprocess.run(command, check=True, cwd=ROOT, timeout=150, capture_output=True, text=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["eval/n"] == 16

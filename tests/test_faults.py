@@ -11,6 +11,17 @@ from live_runs import LiveRun
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(280)]
 
 END_S = 60  # from the fault to the end of the command
+OVERRIDES = [
+    "eval.at_start=false",
+    "server.max_num_seqs=64",
+    "server.extra_args=[]",
+    "rollout.max_concurrency=6",
+    "rollout.request_timeout_s=40",
+    "rollout.stall_timeout_s=12",
+    "trainer.sync_timeout_s=20",
+    "stages.2.rounds=12",
+    "stages.2.attempts=48",
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +31,7 @@ def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     if os.geteuid() == 0:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "tmpfs", str(folder)], check=True)
-    run = LiveRun(folder, ppo_rounds=12)
+    run = LiveRun(folder, *OVERRIDES)
     yield run
     for process in run.processes():
         process.kill()

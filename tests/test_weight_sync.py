@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from live_runs import ROOT, RUN_FILE
+from live_runs import ROOT, SMOKE
 
 from rsi_fast.config import load_config
 from rsi_fast.errors import UserError
@@ -26,9 +26,7 @@ PROMPTS = [[5, 17, 40, 33, 8], [60, 61, 2, 2, 9, 100, 31], [77]]
 @contextmanager
 def vllm_server(folder):
     """The child process and the URL of a server of the demo's base model."""
-    file = folder / "run.toml"
-    file.write_text(RUN_FILE.format(dir=folder / "run", root=ROOT, ppo_rounds=1))
-    config = load_config(file)
+    config = load_config(SMOKE, [f"run.dir={folder / 'run'}"])
     [(name, command, env, url)] = server_commands(config, KEY)
     child = Child(name, command, folder / "vllm.log", env)
 

@@ -77,7 +77,8 @@ def best_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(scored, key=lambda folder: (scores[folder]["success"], folder.name), reverse=True)
 
 
-def _prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
+def tidy(run_dir: Path, keep_last: int, keep_best: int) -> None:
+    """Removes checkpoints that are neither among the last nor among the best, and what kills left half done."""
     found = checkpoints(run_dir)
     for old in set(found[:-keep_last]) - set(best_checkpoints(run_dir)[:keep_best]):
         trash = old.with_name(f".{old.name}.trash")  # a kill in the middle of the removal leaves no half checkpoint
@@ -123,7 +124,7 @@ def save_checkpoint(
     if not failures and rank == 0:
         try:
             _publish(run_dir, temporary, target, state, {k: v for files in outcomes for k, v in files.items()})
-            _prune(run_dir, keep_last, keep_best)
+            tidy(run_dir, keep_last, keep_best)
         except OSError as error:
             failures = [f"rank 0: {error.strerror}"]
     verdict = [failures]

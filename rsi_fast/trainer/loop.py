@@ -247,4 +247,5 @@ class Trainer:
                     f"{checkpoint.parent}: the run then goes on from the one before, or from its start"
                 ) from error
         if self.rank == 0:
+            checkpoints.tidy(self.run_dir, self.config.trainer.keep_checkpoints, self.config.trainer.keep_best)
             metrics_log.drop_after(self.run_dir / "metrics.jsonl", self.state.step)
