@@ -14,9 +14,9 @@ PR_SET_PDEATHSIG = 1
 STOP_GRACE_S = 10.0
 
 
-def die_with_parent() -> None:
-    """To be called in a child: the kernel sends it SIGTERM when its parent ends, also when that was killed with -9."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """To be called in a child: the kernel sends it this signal when its parent ends, also when killed with -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 class Stopped(Exception):

@@ -85,12 +85,21 @@ class LiveRun:
 
     def kill_all(self) -> None:
         """Every process of the run at once, with -9."""
-        doomed = self.processes()
+        self._kill(self.processes())
+
+    def kill_parents(self) -> None:
+        """With -9 those that other processes of the run descend from; the others must end by themselves."""
+        family = self.processes()
+        self._kill([process for process in family if process.children()])
+
+    def _kill(self, doomed: list[psutil.Process]) -> None:
         for process in doomed:
             process.kill()
         self.process.wait(timeout=10)
-        psutil.wait_procs(doomed, timeout=10)
-        assert self.processes() == []
+        deadline = time.monotonic() + 20
+        while left := self.processes():
+            assert time.monotonic() < deadline, [process.cmdline() for process in left]
+            time.sleep(0.1)
 
     def wait_for(self, condition, timeout_s: float = 150) -> None:
         deadline = time.monotonic() + timeout_s

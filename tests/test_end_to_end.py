@@ -90,13 +90,14 @@ def test_the_trainer_alone_learns_the_same_from_the_spool(finished, tmp_path):
 
 
 def test_a_run_killed_twice_goes_on_as_if_it_had_not_been(finished, tmp_path):
-    """Everything killed with -9, in the middle of a collection and in the middle of training, and started again: the
-    same orders, the same tokens with the same log-probs, the same metrics, the same weights."""
+    """Killed with -9, in the middle of a collection and in the middle of training, and started again: the same orders,
+    the same tokens with the same log-probs, the same metrics, the same weights. The first time only those processes
+    are killed that others descend from, and these end by themselves; the second time all are."""
     run, _ = finished
     killed = LiveRun(tmp_path)
     killed.start()
     killed.wait_for(lambda: 5 <= killed.attempts("02-critic-0000") < 30)
-    killed.kill_all()
+    killed.kill_parents()
     killed.start()
     killed.wait_for(lambda: killed.rounds() == 1 and killed.attempts("03-ppo-0001") == 32)
     time.sleep(random.uniform(0, 0.5))  # the round takes longer than that

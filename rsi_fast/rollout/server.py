@@ -12,6 +12,7 @@ from rsi_fast.errors import UserError
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
+OURS = "RSI_FAST_SERVER"  # set in the environment of a server that this run starts, and ends with it
 
 
 def server_commands(config: Config, api_key: str) -> list[tuple[str, list[str], dict[str, str], str]]:
@@ -62,6 +63,7 @@ def _flags(config: Config, port: int) -> list[str]:
 def _environment(config: Config, index: int, api_key: str) -> dict[str, str]:
     env = {
         "VLLM_API_KEY": api_key,
+        OURS: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # the paths of weight transfer
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",

@@ -4,6 +4,9 @@ vLLM loads this through the entry point `vllm.general_plugins`; nothing else may
 """
 
 import json
+import multiprocessing
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +20,16 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from rsi_fast.processes import die_with_parent
+from rsi_fast.rollout.server import OURS
 from rsi_fast.rollout.weight_sync import broadcast_bytes, gloo_group
 
 
 def register() -> None:
     """Called by vLLM in each of its processes, in some more than once."""
+    if os.environ.get(OURS) and multiprocessing.parent_process():
+        # The engine outlives a front that was killed with -9, and takes SIGTERM for a request to end in good time.
+        die_with_parent(signal.SIGKILL)
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
 
