@@ -1,5 +1,9 @@
 """token_logprobs and linear_token_logprobs: accuracy and gradients against float64, masks, hard numbers, bad input."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -430,3 +434,23 @@ def test_inplace_backward_is_refused_where_it_would_do_harm():
     with pytest.raises(ValueError, match=r"^logits: expected a contiguous tensor"):
         token_logprobs(torch.zeros(5, 2).t(), targets, inplace_backward=True)
     assert token_logprobs(torch.zeros(2, 5), targets, inplace_backward=True).shape == (2,)
+
+
+SAME_BITS = """
+import hashlib, torch
+from rsi_kernels import linear_token_logprobs
+torch.manual_seed(0)
+hidden, weight = torch.randn(37, 64, requires_grad=True), torch.randn(300, 64, requires_grad=True)
+linear_token_logprobs(hidden, weight, torch.randint(0, 300, (37,))).sum().backward()
+print(hashlib.sha256(hidden.grad.numpy().tobytes() + weight.grad.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.host
+def test_the_process_that_compiles_gives_the_same_bits_as_those_that_find_it_compiled(tmp_path):
+    """Or a run's first start would differ from its resume in the last bits."""
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SAME_BITS]
+    first, second = (subprocess.run(command, env=env, capture_output=True, check=True, timeout=120) for _ in range(2))
+    assert list(tmp_path.rglob("*.nbc"))
+    assert first.stdout == second.stdout

@@ -37,6 +37,7 @@ round_timeout_s = 30
 num_ranks = {num_ranks}
 micro_batch_tokens = {micro_batch_tokens}
 minibatches = 2
+keep_checkpoints = 4
 max_logprob_abs_diff = 100.0
 [trainer.zero]
 param_persistence_threshold = 0

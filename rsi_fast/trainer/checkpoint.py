@@ -19,17 +19,19 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from safetensors import safe_open
 
 from rsi_fast.errors import UserError
 from rsi_fast.spool import read_json, write_json_atomic
-from rsi_fast.trainer.engines import Engine
 from rsi_fast.trainer.tensor_files import TensorFile, crc32_of, remove_folder, sync_folder
+
+if TYPE_CHECKING:
+    from rsi_fast.trainer.engines import Engine
 
 FORMAT = 2  # 1 was DeepSpeed's own, which only the same number of ranks can load
 WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
@@ -91,7 +93,7 @@ def tidy(run_dir: Path, keep_last: int, keep_best: int) -> None:
 
 
 def save_checkpoint(
-    run_dir: Path, state: State, engines: dict[str, Engine], keep_last: int, keep_best: int = 0
+    run_dir: Path, state: State, engines: "dict[str, Engine]", keep_last: int, keep_best: int = 0
 ) -> None:
     """A collective. A kill or a power cut at any moment leaves the previous checkpoint in place; so does a full disk,
     which ends in UserError on every rank."""
@@ -140,8 +142,10 @@ def save_checkpoint(
         )
 
 
-def _write_rank(temporary: Path, engines: dict[str, Engine]) -> dict[str, list[int]]:
+def _write_rank(temporary: Path, engines: "dict[str, Engine]") -> dict[str, list[int]]:
     """This rank's files; returns [size, checksum] of each. No collective: a rank that fails must not hold up others."""
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     written = {}
     for name, engine in engines.items():
@@ -190,7 +194,7 @@ def _span(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * length, numel), min((rank + 1) * length, numel)
 
 
-def _optimizer_step(engine: Engine) -> int:
+def _optimizer_step(engine: "Engine") -> int:
     """Optimizer steps since the moments were 0; 0 means that there are none."""
     steps = {int(state["step"]) for state in engine.engine.optimizer.optimizer.state.values() if "step" in state}
     if len(steps) > 1:
@@ -273,7 +277,7 @@ class Shards:
         return self._open[rank]
 
 
-def load_engines(checkpoint: Path, engines: dict[str, Engine]) -> None:
+def load_engines(checkpoint: Path, engines: "dict[str, Engine]") -> None:
     """A collective. Restores weights, optimizers and this rank's random states; the checkpoint may be of another number
     of ranks, and then a rank that it did not have keeps the random states it has."""
     for name, engine in engines.items():
@@ -283,7 +287,7 @@ def load_engines(checkpoint: Path, engines: dict[str, Engine]) -> None:
         restore_random_states(states)
 
 
-def _load_engine(engine: Engine, shards: Shards) -> None:
+def _load_engine(engine: "Engine", shards: Shards) -> None:
     names = {id(p): name for name, p in engine.parameters() if p.requires_grad}
     ours = {name: tuple(p.ds_shape) for name, p in engine.parameters() if p.requires_grad}
     if ours != shards.shapes:
