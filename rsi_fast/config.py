@@ -84,7 +84,7 @@ class Rollout(Section):
     wall_time_s: Positive = 3600.0  # of one attempt, verifier excluded
     max_concurrency: PositiveCount = 64  # attempts in flight
     request_timeout_s: Positive = 900.0  # one completion
-    stall_timeout_s: Positive = 30.0  # requests are running and no token was made for so long: the server is dead
+    stall_timeout_s: Positive = 30.0  # requests wait and no token was made for so long: the server is dead
     round_timeout_s: Positive = 86400.0  # the trainer's wait for one round's trajectories
     retries: Count = 2  # of an attempt whose sandbox or verifier failed; then it is kept as invalid
     max_staleness: Literal[0] = 0

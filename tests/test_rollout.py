@@ -28,7 +28,7 @@ class FakeVllm:
 
     def __init__(self, reply):
         self.bodies: list[dict] = []
-        self.version, self.running, self.generated, self.healthy = "0", 0, 0, True
+        self.version, self.generated, self.healthy = "0", 0, True
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -38,8 +38,7 @@ class FakeVllm:
                 if self.path == "/weight_info":
                     self.answer(200, json.dumps({"weight_version": outer.version}))
                 elif self.path == "/metrics":
-                    text = f'vllm:num_requests_running{{engine="0"}} {outer.running}\n'
-                    self.answer(200, text + f'vllm:generation_tokens_total{{engine="0"}} {outer.generated}\n')
+                    self.answer(200, f'vllm:generation_tokens_total{{engine="0"}} {outer.generated}\n')
                 else:
                     self.answer(200 if outer.healthy else 503, "")
 
@@ -259,7 +258,6 @@ def test_a_server_that_stops_making_tokens(tmp_path, fake):
     """Trap 18: requests hang behind a healthy front; the watch ends the wait."""
     config = settings(tmp_path, request_timeout_s=60.0)
     server = fake(lambda body, _: time.sleep(30) or 500)
-    server.running = 1
     start = time.monotonic()
     with pytest.raises(UserError, match="no token was made for rollout.stall_timeout_s = 1 s"):
         collect(config, order(config, "swap"), server)

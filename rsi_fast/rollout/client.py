@@ -14,10 +14,7 @@ NUM_POOLS = 16  # httpx looks through all connections of a pool for each request
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 10.0
 HEALTH_FAILURES = 2  # in a row, then the server counts as dead
-_COUNTERS = {
-    "running": re.compile(rb"^vllm:num_requests_running(?:\{[^}]*\})? (\S+)$", re.MULTILINE),
-    "tokens": re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE),
-}
+_TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class ServerError(Exception):
@@ -40,6 +37,7 @@ class VllmClient:
         self._stall_timeout_s = stall_timeout_s
         self._home: dict[str, str] = {}
         self._load = dict.fromkeys(urls, 0)  # sessions
+        self._waiting = dict.fromkeys(urls, 0)  # requests without an answer yet
         self._pools = [
             httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {api_key}"},
@@ -84,11 +82,14 @@ class VllmClient:
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
+        self._waiting[url] += 1
         try:
             pool = self._pools[zlib.crc32(session.encode()) % NUM_POOLS]
             reply = await pool.post(f"{url}/v1/completions", json=body)
         except httpx.HTTPError as error:
             raise ServerError(f"{url}: the request failed: {type(error).__name__} {error}".rstrip()) from error
+        finally:
+            self._waiting[url] -= 1
         if reply.status_code != 200:
             raise ServerError(f"{url}: HTTP {reply.status_code}: {reply.text[:300]}")
         return _parse(url, reply, prompt_ids)
@@ -112,8 +113,9 @@ class VllmClient:
         return reply
 
     async def watch(self) -> None:
-        """Never returns; raises ServerError when a server stops answering, or has requests and makes no token for the
-        stall timeout: an engine that hangs behind a healthy front looks like that."""
+        """Never returns; raises ServerError when a server stops answering, or has requests of ours and makes no token
+        for the stall timeout: an engine that hangs behind a healthy front looks like that. Its own count of running
+        requests says nothing, it comes from the engine."""
         await asyncio.gather(*(self._watch_one(url) for url in self.urls))
 
     async def _watch_one(self, url: str) -> None:
@@ -122,24 +124,20 @@ class VllmClient:
             await asyncio.sleep(min(HEALTH_EVERY_S, self._stall_timeout_s / 4))
             try:
                 await self._get(url, "/health")
-                counters = _read_counters((await self._get(url, "/metrics")).content)
+                tokens = sum(float(v) for v in _TOKENS.findall((await self._get(url, "/metrics")).content))
                 failures = 0
             except ServerError:
                 failures += 1
                 if failures >= HEALTH_FAILURES:
                     raise
                 continue
-            if counters["tokens"] != last_tokens or not counters["running"]:
-                last_tokens, last_move = counters["tokens"], time.monotonic()
+            if tokens != last_tokens or not self._waiting[url]:
+                last_tokens, last_move = tokens, time.monotonic()
             elif time.monotonic() - last_move > self._stall_timeout_s:
                 raise ServerError(
-                    f"{url}: {counters['running']:.0f} requests are running and no token was made for "
+                    f"{url}: {self._waiting[url]} requests are waiting and no token was made for "
                     f"rollout.stall_timeout_s = {self._stall_timeout_s:g} s: vLLM has stopped working"
                 )
-
-
-def _read_counters(text: bytes) -> dict[str, float]:
-    return {name: sum(float(v) for v in pattern.findall(text)) for name, pattern in _COUNTERS.items()}
 
 
 def _parse(url: str, reply: httpx.Response, prompt_ids: list[int]) -> Completion:
