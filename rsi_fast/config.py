@@ -118,7 +118,8 @@ class Zero(Section):
 
 class Trainer(Section):
     num_ranks: PositiveCount = 1  # processes on this node; one GPU each on CUDA
-    micro_batch_tokens: PositiveCount = 16384  # padded tokens of one forward pass
+    micro_batch_tokens: PositiveCount = 16384  # of one forward pass, padding included
+    packing: bool = True  # samples in one row without padding, if the model keeps them apart; the log says if not
     minibatches: PositiveCount = 4  # optimizer steps a round and epoch
     epochs: PositiveCount = 1
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -254,6 +255,7 @@ MAY_CHANGE = (
     "rollout.round_timeout_s",
     "trainer.num_ranks",
     "trainer.micro_batch_tokens",
+    "trainer.packing",
     "trainer.zero.*",
     "trainer.keep_checkpoints",
     "trainer.keep_best",

@@ -7,11 +7,10 @@ import torch
 
 from rsi_fast.spool import Trajectory
 from rsi_fast.trainer.batching import (
+    Cut,
     MicroBatch,
     Sample,
-    deal,
     prediction_targets,
-    split_by_tokens,
     to_token_positions,
 )
 
@@ -55,22 +54,65 @@ def test_an_action_token_without_prefix_is_refused():
         Sample.from_trajectory(trajectory)
 
 
-def test_every_sample_is_dealt_once_and_ranks_get_alike_tokens():
-    rng = random.Random(0)
-    lengths = [rng.randint(1, 100) for _ in range(57)]
-    for world_size in (1, 2, 3, 4):
-        hands = deal(lengths, world_size)
-        assert sorted(i for hand in hands for i in hand) == list(range(57))
-        tokens = [sum(lengths[i] for i in hand) for hand in hands]
-        assert max(tokens) - min(tokens) <= 100
+def lengths_of(samples: list[Sample]) -> list[int]:
+    return [len(s) for s in samples]
 
 
-def test_micro_batches_hold_the_token_budget():
-    rng = random.Random(1)
-    samples = [sample(rng.randint(1, 64)) for _ in range(100)]
-    groups = split_by_tokens(samples, 256)
-    assert sum(len(g) for g in groups) == 100
-    assert all(len(g) * max(len(s) for s in g) <= 256 for g in groups)
+def random_samples(count: int, longest: int, seed: int = 0) -> list[Sample]:
+    rng = random.Random(seed)
+    return [sample(rng.randint(1, longest)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("attention_length", [50.0, 1e9])
+def test_every_sample_is_dealt_once_and_ranks_get_alike_costs(world_size, attention_length):
+    samples = random_samples(57, 100)
+    cut = Cut(256, True, attention_length)
+    hands = cut.deal(samples, world_size)
+    assert sorted(id(s) for hand in hands for s in hand) == sorted(map(id, samples))
+    costs = [sum(cut.cost(len(s)) for s in hand) for hand in hands]
+    assert max(costs) - min(costs) <= cut.cost(min(map(len, samples)) + 10)
+
+
+def test_ranks_are_balanced_by_operations_not_by_number_or_tokens():
+    """One sample of 100 tokens costs as much as 55 of 10 where attention takes as much as the rest at length 10."""
+    samples = [sample(100), *(sample(10) for _ in range(55))]
+    one, other = Cut(1000, True, attention_length=10.0).deal(samples, 2)
+    assert lengths_of(one) == [100]
+    assert len(other) == 55
+    one, other = Cut(1000, True, attention_length=1e9).deal(samples, 2)
+    assert sum(lengths_of(one)) == pytest.approx(sum(lengths_of(other)), abs=10)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_hold_the_token_budget_and_are_equal_in_number(packed):
+    cut = Cut(256, packed, 1000.0)
+    hands = [random_samples(100, 64), random_samples(3, 64, seed=1), []]
+    groups = cut.groups(hands)
+    assert {len(own) for own in groups} == {len(groups[0])}
+    assert [sorted(id(s) for g in own for s in g) for own in groups] == [sorted(map(id, hand)) for hand in hands]
+    batches = [cut.micro_batches(hands, rank, CPU) for rank in range(3)]
+    assert all(b.token_ids.numel() <= 256 for own in batches for b in own)
+    assert all(b.token_ids.shape == (1, 1) and not b.samples for b in batches[2])
+    needed = sum(map(len, hands[0])) / 256
+    assert len(batches[0]) <= 1.2 * needed, "little room is lost"
+
+
+def test_waste_by_hand():
+    hands = [[sample(4), sample(2)], [sample(3)]]  # padded: 2 x 4 and 1 x 3 tokens for 9; one rank waits 5 of 2 x 8
+    waste = Cut(8, False, 1e9).waste(hands)
+    assert waste == {"batch/padding": pytest.approx(2 / 11), "batch/imbalance": pytest.approx(5 / 16)}
+    packed = Cut(8, True, 1e9)
+    assert packed.waste(hands) == {"batch/padding": 0.0, "batch/imbalance": pytest.approx(3 / 12)}
+    assert packed.waste([[], []]) == {"batch/padding": 0.0, "batch/imbalance": 0.0}
+
+
+def test_a_packed_micro_batch_says_where_its_samples_lie():
+    batch = MicroBatch.of([sample(3), sample(1), sample(2)], CPU, packed=True)
+    assert batch.token_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch.apart["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch.apart["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
+    assert batch.apart["max_length_q"] == 3
 
 
 def test_no_samples_make_one_masked_token():
@@ -80,11 +122,12 @@ def test_no_samples_make_one_masked_token():
     assert batch.stack("values").tolist() == [[0.0]]
 
 
-def test_stack_and_unstack_are_inverse():
+@pytest.mark.parametrize("packed", [False, True])
+def test_stack_and_unstack_are_inverse(packed):
     samples = [sample(3, (1,)), sample(5, (2, 4))]
-    batch = MicroBatch.of(samples, CPU)
-    x = torch.rand(2, 5)
+    batch = MicroBatch.of(samples, CPU, packed)
+    x = torch.rand(batch.token_ids.shape)
     batch.unstack("old_values", x)
-    assert samples[0].values["old_values"].shape == (3,)
-    assert torch.equal(batch.stack("old_values")[1], x[1])
-    assert torch.equal(batch.stack("old_values")[0], torch.cat([x[0, :3], torch.zeros(2)]))
+    assert [s.values["old_values"].shape for s in samples] == [(3,), (5,)]
+    assert torch.equal(batch.stack("old_values"), torch.where(batch.action_mask, x, 0.0))
+    assert all((s.values["old_values"] > 0).equal(s.action_mask) for s in samples)

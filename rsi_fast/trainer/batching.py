@@ -1,10 +1,10 @@
-"""From trajectories to padded micro-batches, equal in number on every rank; and the one place that shifts tokens."""
+"""From trajectories to micro-batches, equal in number on every rank; and the one place that shifts tokens."""
 
-from collections.abc import Iterator
+import heapq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 
 from rsi_fast.spool import Trajectory
 
@@ -62,69 +62,124 @@ def to_token_positions(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
 
 
-def deal(lengths: list[int], world_size: int) -> list[list[int]]:
-    """Indices for each rank: longest first, back and forth, so that ranks get alike amounts of tokens."""
-    hands: list[list[int]] = [[] for _ in range(world_size)]
-    for place, index in enumerate(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))):
-        turn, seat = divmod(place, world_size)
-        hands[seat if turn % 2 == 0 else world_size - 1 - seat].append(index)
-    return hands
-
-
-def split_by_tokens(samples: list[Sample], micro_batch_tokens: int) -> list[list[Sample]]:
-    """Groups of samples of like length whose padded size (rows times longest) is within the budget."""
-    groups: list[list[Sample]] = []
-    for sample in sorted(samples, key=len, reverse=True):
-        longest = len(groups[-1][0]) if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= micro_batch_tokens:
-            groups[-1].append(sample)
-        else:
-            groups.append([sample])
-    return groups
-
-
 @dataclass
 class MicroBatch:
-    """Padded [B, T] tensors on the rank's device. An empty one has a single masked token."""
+    """Tensors [B, T] on the rank's device: a sample a row, padded at the end, or all samples in one row (packed).
+    Without samples it has a single masked token."""
 
     samples: list[Sample]
+    places: list[tuple[int, int]]  # row and first column of each sample
     token_ids: torch.Tensor
     action_mask: torch.Tensor
+    apart: dict  # arguments by which a model keeps packed samples apart; none when padded
 
     @classmethod
-    def of(cls, samples: list[Sample], device: torch.device) -> "MicroBatch":
-        shape = torch.Size((max(1, len(samples)), max((len(s) for s in samples), default=1)))
-        return cls(
-            samples=samples,
-            token_ids=_pad([s.token_ids for s in samples], shape, torch.int64, device),
-            action_mask=_pad([s.action_mask for s in samples], shape, torch.bool, device),
-        )
+    def of(cls, samples: list[Sample], device: torch.device, packed: bool = False) -> "MicroBatch":
+        lengths = [len(s) for s in samples] or [1]
+        if packed:
+            ends = list(accumulate(lengths))
+            places = [(0, end - length) for end, length in zip(ends, lengths, strict=True)]
+            shape, apart = torch.Size((1, ends[-1])), _apart(lengths, ends, device)
+        else:
+            places = [(row, 0) for row in range(len(lengths))]
+            shape, apart = torch.Size((len(lengths), max(lengths))), {}
+        empty = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+        batch = cls(samples, places, *(x.to(device) for x in empty), apart)
+        batch.token_ids = batch.stack("token_ids", torch.int64)
+        batch.action_mask = batch.stack("action_mask", torch.bool)
+        return batch
 
     def stack(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[B, T]: what the samples hold under `name`, 0 at padding."""
-        rows = [s.values[name] if name in s.values else getattr(s, name) for s in self.samples]
-        return _pad(rows, self.token_ids.shape, dtype, self.token_ids.device)
+        out = torch.zeros(self.token_ids.shape, dtype=dtype)
+        for sample, (row, column) in zip(self.samples, self.places, strict=False):
+            x = sample.values[name] if name in sample.values else getattr(sample, name)
+            out[row, column : column + len(sample)] = x
+        return out.to(self.token_ids.device)
 
     def unstack(self, name: str, x: torch.Tensor) -> None:
-        """Gives each sample its row of x, [B, T], under `name`."""
-        rows = x.detach().float().cpu()
-        for row, sample in zip(rows, self.samples, strict=False):
-            sample.values[name] = row[: len(sample)].clone()
+        """Gives each sample its part of x, [B, T], under `name`; 0 where masked."""
+        x = torch.where(self.action_mask, x.detach().float(), 0.0).cpu()
+        for sample, (row, column) in zip(self.samples, self.places, strict=False):
+            sample.values[name] = x[row, column : column + len(sample)].clone()
 
 
-def _pad(rows: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    out = torch.zeros(shape, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out.to(device)
+def _apart(lengths: list[int], ends: list[int], device: torch.device) -> dict:
+    """As transformers names it: positions that begin anew, and where the sequences lie."""
+    cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
-def micro_batches(samples: list[Sample], micro_batch_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
-    """This rank's samples as micro-batches. Every rank yields the same number: a rank that has fewer joins with empty
-    ones, since each forward and backward of ZeRO-3 is a collective."""
-    groups = split_by_tokens(samples, micro_batch_tokens)
-    count = torch.tensor(len(groups), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    for i in range(max(1, int(count))):
-        yield MicroBatch.of(groups[i] if i < len(groups) else [], device)
+Hands = list[list[Sample]]  # [rank] -> the samples of an optimizer step that are its
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How samples are dealt to ranks and made into micro-batches. Every rank knows all of it, so none has to ask."""
+
+    micro_batch_tokens: int  # padding included
+    packed: bool
+    attention_length: float  # of a sequence whose attention takes as many operations as all the rest; see `cost`
+
+    def cost(self, length: int) -> float:
+        """Operations of a sequence, in those of a token without attention; attention's grow with the square."""
+        return length * (1 + length / self.attention_length)
+
+    def deal(self, samples: list[Sample], world_size: int) -> Hands:
+        """The most costly first, each to the rank that has least."""
+        hands: Hands = [[] for _ in range(world_size)]
+        load = [(0.0, rank) for rank in range(world_size)]
+        for sample in sorted(samples, key=len, reverse=True):
+            total, rank = heapq.heappop(load)
+            hands[rank].append(sample)
+            heapq.heappush(load, (total + self.cost(len(sample)), rank))
+        return hands
+
+    def groups(self, hands: Hands) -> list[list[list[Sample]]]:
+        """[rank][micro-batch] -> samples. Each rank has the same number, empty ones included, since each forward and
+        backward of ZeRO-3 is a collective; the largest come first, since there ranks wait for each other."""
+        groups = [sorted(self._split(hand), key=self._group_cost, reverse=True) for hand in hands]
+        count = max(1, *map(len, groups))
+        return [own + [[]] * (count - len(own)) for own in groups]
+
+    def micro_batches(self, hands: Hands, rank: int, device: torch.device) -> list[MicroBatch]:
+        return [MicroBatch.of(group, device, self.packed) for group in self.groups(hands)[rank]]
+
+    def waste(self, hands: Hands) -> dict[str, float]:
+        """Padding as a part of the tokens that go through the model, and the part of the operations' time in which a
+        rank waits for one with a larger micro-batch, mean over the ranks."""
+        groups = self.groups(hands)
+        tokens = sum(self._group_tokens(group) for own in groups for group in own)
+        steps = [[self._group_cost(own[i]) for own in groups] for i in range(len(groups[0]))]
+        longest = sum(map(max, steps)) * len(groups)
+        return {
+            "batch/padding": 1 - sum(len(s) for hand in hands for s in hand) / tokens if tokens else 0.0,
+            "batch/imbalance": 1 - sum(map(sum, steps)) / longest if longest else 0.0,
+        }
+
+    def _split(self, samples: list[Sample]) -> list[list[Sample]]:
+        """First fit, the longest first. Padded, a later sample fits where as many rows of the longest do."""
+        groups: list[list[Sample]] = []
+        for sample in sorted(samples, key=len, reverse=True):
+            for group in groups if self.packed else groups[-1:]:
+                if self._group_tokens([*group, sample]) <= self.micro_batch_tokens:
+                    group.append(sample)
+                    break
+            else:
+                groups.append([sample])
+        return groups
+
+    def _group_tokens(self, group: list[Sample]) -> int:
+        lengths = [len(s) for s in group] or [0]
+        return sum(lengths) if self.packed else len(lengths) * max(lengths)
+
+    def _group_cost(self, group: list[Sample]) -> float:
+        lengths = [len(s) for s in group] or [0]
+        return sum(map(self.cost, lengths)) if self.packed else len(lengths) * self.cost(max(lengths))

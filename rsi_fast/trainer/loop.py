@@ -14,13 +14,13 @@ from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory, write_json_atomic
 from rsi_fast.trainer import checkpoint as checkpoints
 from rsi_fast.trainer import metrics as metrics_log
-from rsi_fast.trainer import rollouts, update
-from rsi_fast.trainer.batching import Sample, deal, micro_batches
+from rsi_fast.trainer import packing, rollouts, update
+from rsi_fast.trainer.batching import Cut, Hands, MicroBatch, Sample
 from rsi_fast.trainer.checkpoint import State
 from rsi_fast.trainer.engines import Engine
 from rsi_fast.trainer.metrics import Stopwatch
-from rsi_fast.trainer.models import load_actor, load_critic
-from rsi_fast.trainer.statistics import Sums, global_sum
+from rsi_fast.trainer.models import attention_length, load_actor, load_critic
+from rsi_fast.trainer.statistics import Sums
 from rsi_fast.trainer.sync import Publisher
 
 
@@ -40,6 +40,7 @@ class Trainer:
         self.demonstrations: tuple[str, list[Sample]] = ("", [])  # of the open sft stage
         self.critic: Engine | None = None
         self.actor = Engine(config, lambda: load_actor(config.model.path, self.dtype), "actor")
+        self.cut = self._decide_cut()
         self.state = State()
         self._resume()
 
@@ -77,19 +78,20 @@ class Trainer:
             samples, metrics = rollouts.score(trajectories, stage.partial_cap, config.credit.family_weights)
             if self.rank == 0:
                 checkpoints.note_score(self.run_dir, metrics["rollout/success"])
-            epochs = update.split_round(samples, config, order.name, self.rank, self.world_size)
-            mine = [sample for minibatch in epochs[0] for sample in minibatch]
+            epochs = update.split_round(samples, config, order.name, self.cut, self.world_size)
+            whole = [sum(hands, []) for hands in zip(*epochs[0], strict=True)]
         with phase("forward"):
-            metrics |= update.score_tokens(mine, self.actor, self.critic, config, self.device)
+            metrics |= update.score_tokens(self._batches(whole), self.actor, self.critic, config, self.device)
         with phase("credit"):
-            metrics |= update.assign_credit(mine, config, self.device)
+            metrics |= update.assign_credit(whole[self.rank], config, self.device)
         self._gate(stage, metrics)
 
         updates = Sums()
         step = state.round * config.trainer.epochs * config.trainer.minibatches
-        for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
-            num_tokens = max(1.0, global_sum(sum(s.num_actions for s in minibatch), self.device))
-            batches = list(micro_batches(minibatch, config.trainer.micro_batch_tokens, self.device))
+        for hands in (hands for epoch in epochs for hands in epoch):
+            num_tokens = update.num_action_tokens(hands)
+            batches = self._batches(hands)
+            updates.add(self.cut.waste(hands))
             lr = update.learning_rate_factor(config, stage, step)
             with phase("critic"):
                 losses = update.critic_losses(self.critic, batches, num_tokens, config)
@@ -114,14 +116,13 @@ class Trainer:
             lap, place = divmod(position, len(demonstrations))
             order = update.permutation(len(demonstrations), self.config.run.seed, f"{stage.label}/{lap}")
             chosen.append(demonstrations[order[place]])
-        mine = [chosen[i] for i in deal([len(s) for s in chosen], self.world_size)[self.rank]]
-        num_tokens = global_sum(sum(s.num_actions for s in mine), self.device)
-        batches = list(micro_batches(mine, self.config.trainer.micro_batch_tokens, self.device))
+        hands = self.cut.deal(chosen, self.world_size)
+        num_tokens, batches = update.num_action_tokens(hands), self._batches(hands)
         lr = stage.actor_lr * update.learning_rate_factor(self.config, stage, self.state.round)
         updates = Sums()
         with self.watch.phase("actor"):
             norm = self.actor.step(update.sft_losses(self.actor, batches, num_tokens, updates), len(batches), lr)
-        updates.add({"sft/grad_norm": norm, "actor/lr": lr})
+        updates.add({"sft/grad_norm": norm, "actor/lr": lr} | self.cut.waste(hands))
         return updates.means(self.device)
 
     def _evaluate(self, name: str, stage_number: int) -> None:
@@ -183,9 +184,24 @@ class Trainer:
     def _make_critic(self) -> None:
         folder, seed = Path(self.state.critic_from), self.config.run.seed
         self.critic = Engine(self.config, lambda: load_critic(folder, self.dtype, seed), "critic")
+        if self.cut.packed:
+            packing.pack(self.critic)
 
     def _model_folder(self, label: str) -> Path:
         return self.run_dir / "models" / label
+
+    # ---- micro-batches
+
+    def _decide_cut(self) -> Cut:
+        trainer, model = self.config.trainer, self.actor.module.model
+        reason = "trainer.packing = false"
+        if trainer.packing:
+            reason = packing.why_not(self.actor, model.config.get_text_config().vocab_size, self.device)
+        print(f"micro-batches are {f'padded: {reason}' if reason else 'packed'}", flush=True)
+        return Cut(trainer.micro_batch_tokens, not reason, attention_length(model))
+
+    def _batches(self, hands: Hands) -> list[MicroBatch]:
+        return self.cut.micro_batches(hands, self.rank, self.device)
 
     # ---- rollouts and weights
 

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from rsi_fast.errors import UserError
 from rsi_fast.trainer.batching import prediction_targets, to_prediction_positions, to_token_positions
 
-# Batches are padded on the right, so causal attention never sees padding and no attention mask is needed.
+# Batches are padded on the right, so causal attention never sees padding and no attention mask is needed. What keeps
+# packed samples apart is in MicroBatch.apart.
 
 
 class Actor(nn.Module):
@@ -21,6 +22,11 @@ class Actor(nn.Module):
         super().__init__()
         self.language_model = language_model
 
+    @property
+    def model(self) -> nn.Module:
+        """transformers' own."""
+        return self.language_model
+
     @staticmethod
     def folder_name(name: str) -> str:
         """What a Hugging Face folder calls one of our parameters."""
@@ -30,16 +36,17 @@ class Actor(nn.Module):
         self,
         token_ids: torch.Tensor,
         action_mask: torch.Tensor,
+        apart: dict,
         temperature: float,
         with_entropy: bool = False,
         policy_loss: dict | None = None,
     ) -> torch.Tensor | tuple:
-        """token_ids: [B, T] int64; action_mask: [B, T] bool -> log-probs [B, T] fp32 at token positions, 0 where
-        masked; with_entropy: the pair (log-probs, entropies).
+        """token_ids: [B, T] int64; action_mask: [B, T] bool; apart: of the MicroBatch -> log-probs [B, T] fp32 at token
+        positions, 0 where masked; with_entropy: the pair (log-probs, entropies).
 
         policy_loss: the other arguments of `linear_ppo_loss`, tensors at token positions -> (loss, stats)."""
         model = self.language_model
-        hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+        hidden = model.get_decoder()(input_ids=token_ids, use_cache=False, **apart).last_hidden_state
         targets, mask = prediction_targets(token_ids, action_mask)
         weight = model.get_output_embeddings().weight
         if policy_loss is not None:
@@ -64,15 +71,37 @@ class Critic(nn.Module):
             self.value_head.weight.normal_(0, 1e-3, generator=torch.Generator().manual_seed(seed))
             self.value_head.bias.zero_()
 
+    @property
+    def model(self) -> nn.Module:
+        """transformers' own."""
+        return self.backbone
+
     @staticmethod
     def folder_name(name: str) -> str:
         """As transformers' token classifiers with one label, which a critic is."""
         return name.replace("backbone.", "model.", 1).replace("value_head.", "score.", 1)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [B, T] int64 -> values [B, T] fp32 at token positions; the first is 0: nothing precedes it."""
-        hidden = self.backbone(input_ids=token_ids, use_cache=False).last_hidden_state
+    def forward(self, token_ids: torch.Tensor, apart: dict) -> torch.Tensor:
+        """token_ids: [B, T] int64; apart: of the MicroBatch -> values [B, T] fp32 at token positions. A sample's first
+        says nothing: no token precedes it."""
+        hidden = self.backbone(input_ids=token_ids, use_cache=False, **apart).last_hidden_state
         return to_token_positions(self.value_head(hidden).squeeze(-1).float())
+
+
+def attention_length(model: nn.Module) -> float:
+    """The tokens of a sequence whose causal attention takes as many operations as all matrix products of the backbone:
+    2 P T = 2 H D T^2 summed over the layers with attention. P: their parameters; H D: width of the heads."""
+    config = model.config.get_text_config()
+    matrices = {id(p): p for p in model.get_decoder().parameters() if len(_shape(p)) == 2}
+    matrices.pop(id(model.get_input_embeddings().weight), None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = kinds.count("full_attention") * config.num_attention_heads * head_dim
+    return sum(torch.Size(_shape(p)).numel() for p in matrices.values()) / max(1, width)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves [0] of a parameter that is elsewhere
 
 
 def load_actor(folder: Path, dtype: torch.dtype) -> Actor:

@@ -1,6 +1,6 @@
 """One round's mathematics: old log-probs and values, credit, and the losses of actor and critic.
 
-Every function is a collective: all ranks call it, each with its own samples.
+What runs a model or sums over ranks is a collective: all ranks call it, each with its own samples.
 """
 
 import random
@@ -11,7 +11,7 @@ from rsi_kernels import turn_gae, value_loss
 
 from rsi_fast.config import Config, Stage
 from rsi_fast.errors import UserError
-from rsi_fast.trainer.batching import MicroBatch, Sample, deal, micro_batches
+from rsi_fast.trainer.batching import Cut, Hands, MicroBatch, Sample
 from rsi_fast.trainer.engines import Engine
 from rsi_fast.trainer.statistics import Sums, global_moments, global_sum
 
@@ -29,32 +29,40 @@ def permutation(n: int, seed: int, purpose: str) -> list[int]:
     return random.Random(f"{seed}/{purpose}").sample(range(n), n)
 
 
-def split_round(
-    samples: list[Sample], config: Config, purpose: str, rank: int, world_size: int
-) -> list[list[list[Sample]]]:
-    """[epoch][minibatch] -> this rank's samples. What a minibatch holds over all ranks does not depend on their number;
-    a sample stays with the rank that has its old log-probs and values."""
+def split_round(samples: list[Sample], config: Config, purpose: str, cut: Cut, world_size: int) -> list[list[Hands]]:
+    """[epoch][minibatch] -> what each rank has of it. What a minibatch holds over all ranks does not depend on their
+    number; a sample stays with the rank that has its old log-probs and values."""
     count = config.trainer.minibatches
-    epochs: list[list[list[int]]] = []
+    epochs: list[list[list[Sample]]] = []
     for epoch in range(config.trainer.epochs):
         order = permutation(len(samples), config.run.seed, f"{purpose}/{epoch}")
-        epochs.append([order[i::count] for i in range(count)])
-    mine = set()
-    for chunk in epochs[0]:
-        mine |= {chunk[i] for i in deal([len(samples[j]) for j in chunk], world_size)[rank]}
-    return [[[samples[i] for i in chunk if i in mine] for chunk in epoch] for epoch in epochs]
+        epochs.append([[samples[j] for j in order[i::count]] for i in range(count)])
+    first = [cut.deal(minibatch, world_size) for minibatch in epochs[0]]
+    owner = {id(s): rank for hands in first for rank, hand in enumerate(hands) for s in hand}
+    later = [
+        [[[s for s in minibatch if owner[id(s)] == rank] for rank in range(world_size)] for minibatch in epoch]
+        for epoch in epochs[1:]
+    ]
+    return [first, *later]
 
 
-def score_tokens(samples: list[Sample], actor: Engine, critic: Engine, config: Config, device: torch.device) -> dict:
+def num_action_tokens(hands: Hands) -> float:
+    """Of an optimizer step over all ranks, at least 1."""
+    return float(max(1, sum(s.num_actions for hand in hands for s in hand)))
+
+
+def score_tokens(
+    batches: list[MicroBatch], actor: Engine, critic: Engine, config: Config, device: torch.device
+) -> dict:
     """Gives the samples `old_logprobs` and `old_values`, without gradient; stops the run when vLLM's log-probs of the
     same tokens are far from the trainer's."""
     difference, entropy, tokens = 0.0, 0.0, 0
-    for batch in micro_batches(samples, config.trainer.micro_batch_tokens, device):
+    for batch in batches:
         logprobs, entropies = actor.forward(
-            batch.token_ids, batch.action_mask, config.rollout.temperature, True, train=False
+            batch.token_ids, batch.action_mask, batch.apart, config.rollout.temperature, True, train=False
         )
         batch.unstack("old_logprobs", logprobs)
-        batch.unstack("old_values", critic.forward(batch.token_ids, train=False))
+        batch.unstack("old_values", critic.forward(batch.token_ids, batch.apart, train=False))
         distance = (logprobs - batch.stack("behaviour_logprobs")).abs()
         difference += float(torch.where(batch.action_mask, distance, 0.0).sum())
         entropy += float(entropies.sum())
@@ -77,14 +85,15 @@ def score_tokens(samples: list[Sample], actor: Engine, critic: Engine, config: C
 
 def assign_credit(samples: list[Sample], config: Config, device: torch.device) -> dict:
     """Gives the samples `advantages` (whitened over the action tokens of all ranks, if so configured) and `returns`."""
-    batch = MicroBatch.of(samples, device)
-    mask = batch.action_mask
-    old_values = batch.stack("old_values")
+    batch = MicroBatch.of(samples, device, packed=True)  # turn_gae keeps samples apart, whatever the model
+    mask = batch.action_mask[0]
+    old_values = batch.stack("old_values")[0]
     out = turn_gae(
         old_values,
         mask,
-        batch.stack("turn_ids", torch.int32),
+        batch.stack("turn_ids", torch.int32)[0],
         final_rewards=torch.tensor([s.reward for s in samples] or [0.0], device=device),
+        cu_seqlens=batch.apart["cu_seq_lens_q"],
         **config.credit.model_dump(exclude={"family_weights"}),
     )
     mean, std = global_moments(out.advantages[mask])
@@ -95,8 +104,8 @@ def assign_credit(samples: list[Sample], config: Config, device: torch.device) -
     advantages = out.advantages
     if config.trainer.whiten_advantages:
         advantages = torch.where(mask, (advantages - mean) / (std + 1e-6), 0.0)
-    batch.unstack("advantages", advantages)
-    batch.unstack("returns", out.returns)
+    batch.unstack("advantages", advantages[None])
+    batch.unstack("returns", out.returns[None])
     return {
         "advantage/mean": mean,
         "advantage/std": std,
@@ -124,7 +133,9 @@ def actor_losses(
             denominator=num_tokens,
         )
         temperature = config.rollout.temperature
-        loss, stats = actor.forward(batch.token_ids, batch.action_mask, temperature, False, arguments, train=True)
+        loss, stats = actor.forward(
+            batch.token_ids, batch.action_mask, batch.apart, temperature, False, arguments, train=True
+        )
         share = stats["num_tokens"] / num_tokens
         updates.add_shares({"actor/loss": loss.detach()})
         updates.add_shares({f"actor/{k}": stats[k] * share for k in ("approx_kl", "clip_fraction", "ratio_mean")})
@@ -137,7 +148,7 @@ def critic_losses(
     """Each micro-batch's share of the value loss."""
     for batch in batches:
         yield value_loss(
-            critic.forward(batch.token_ids, train=True),
+            critic.forward(batch.token_ids, batch.apart, train=True),
             batch.stack("old_values"),
             batch.stack("returns"),
             batch.action_mask,
@@ -149,6 +160,6 @@ def critic_losses(
 def sft_losses(actor: Engine, batches: list[MicroBatch], num_tokens: float, updates: Sums) -> Iterator[torch.Tensor]:
     """Each micro-batch's share of the mean negative log-likelihood of the action tokens."""
     for batch in batches:
-        loss = -actor.forward(batch.token_ids, batch.action_mask, 1.0, train=True).sum() / num_tokens
+        loss = -actor.forward(batch.token_ids, batch.action_mask, batch.apart, 1.0, train=True).sum() / num_tokens
         updates.add_shares({"sft/loss": loss.detach()})
         yield loss
