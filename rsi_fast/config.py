@@ -87,7 +87,17 @@ class Rollout(Section):
     stall_timeout_s: Positive = 30.0  # requests wait and no token was made for so long: the server is dead
     round_timeout_s: Positive = 86400.0  # the trainer's wait for one round's trajectories
     retries: Count = 2  # of an attempt whose sandbox or verifier failed; then it is kept as invalid
-    max_staleness: Literal[0] = 0
+    # Collection runs ahead of training by so many rounds. 0: each round's attempts are made by the weights it trains.
+    # Attempts under way go on over a sync; those with a turn of weights that are more versions old are dropped.
+    max_staleness: Count = 0
+
+
+class Curriculum(Section):
+    """Tasks that teach nothing rest: those whose last attempts all succeeded, or all failed."""
+
+    attempts: Annotated[int, Field(ge=2)] | None = None  # so many last attempts alike; None: no task rests
+    rest_rounds: PositiveCount = 10
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.1  # this part of the resting tasks comes all the same
 
 
 class Credit(Section):
@@ -208,6 +218,7 @@ class Config(Section):
     sandbox: Sandbox = Sandbox()
     server: Server = Server()
     rollout: Rollout = Rollout()
+    curriculum: Curriculum = Curriculum()
     credit: Credit = Credit()
     trainer: Trainer = Trainer()
     eval: Eval = Eval()
@@ -231,6 +242,11 @@ class Config(Section):
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) must hold one whole trajectory: "
                 f"at least model.max_tokens ({self.model.max_tokens})"
+            )
+        if self.rollout.max_staleness and self.trainer.importance_cap is None:
+            raise ValueError(
+                "rollout.max_staleness > 0 trains on tokens of older weights, and that needs truncated importance "
+                "weights: give trainer.importance_cap, such as 2.0"
             )
         if self.server.urls and self.server.port is not None:
             raise ValueError("server.port is for servers that the launcher starts; with server.urls leave it out")

@@ -20,10 +20,11 @@ from rsi_fast.doctor import check_can_start
 from rsi_fast.errors import UserError
 from rsi_fast.processes import Child, last_lines, signals_raise, stop
 from rsi_fast.progress import RunProgress, waiting
-from rsi_fast.spool import write_json_atomic
+from rsi_fast.spool import WEIGHTS_FILE, write_json_atomic
 
 POLL_S = 0.25
 FULL_DISK_BYTES = 2**20
+PER_LAUNCH = ("servers.json", "collect.json", WEIGHTS_FILE)  # say how things stand while the processes live
 VERSIONED = [
     "rsi-fast",
     "torch",
@@ -77,7 +78,7 @@ def run_directory(config: Config, rotate: bool = False):
         if not (run_dir / "summary.json").exists():
             config.save(saved)
         write_json_atomic(run_dir / "versions.json", json.dumps(versions(), indent=1))
-        for stale in [*run_dir.glob("logs/*.error"), run_dir / "servers.json", run_dir / "collect.json"]:
+        for stale in [*run_dir.glob("logs/*.error"), *(run_dir / name for name in PER_LAUNCH)]:
             stale.unlink(missing_ok=True)
         yield run_dir
 

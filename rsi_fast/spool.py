@@ -1,7 +1,7 @@
 """Trajectories and round orders on disk: the only thing that collector and trainer share.
 
-    RUN/orders/0007-ppo-0003.json     what to collect, written by the trainer
-    RUN/spool/0007-ppo-0003/00042.json   attempt 42 of that order, written by the collector
+    RUN/orders/02-ppo-0003.json        what to collect, written by the trainer
+    RUN/spool/02-ppo-0003/00042.json   attempt 42 of that order, written by the collector
 
 Every file is written whole beside its place, then renamed, and never changed. An attempt's name follows from the order,
 so a collector that was killed goes on with the names that are missing, and a trainer can be run again from a spool.
@@ -16,6 +16,8 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from rsi_fast.errors import UserError
+
+WEIGHTS_FILE = "weights.json"  # in the run directory: {"version": the last that is live in every server}
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -88,13 +90,19 @@ class Order(BaseModel):
     """What to collect: attempt i is a try at tasks[i] of the task set, with a seed of its own."""
 
     model_config = ConfigDict(extra="forbid")
-    name: str  # unique in the run, sorts in the order of work, such as "0007-ppo-0003"
+    name: str  # unique in the run, sorts in the order of work, such as "02-ppo-0003"
     task_set: Literal["train", "heldout"]
     tasks: list[str]  # names; one attempt each, repeats allowed
-    weight_version: int  # collect only with these weights live in the servers
+    weight_version: int  # collect with these weights live in the servers; training orders ahead, with these or newer
     temperature: float
     seed: int
     blank_observations: bool = False  # the agent gets empty observations: shows which tasks can be guessed
+    next_draw: int = 0  # place in the shuffled passes over the tasks where the next round's draw begins
+
+    @property
+    def stage_number(self) -> int:
+        number = self.name.partition("-")[0]
+        return int(number) if number.isdigit() else 0
 
 
 def write_json_atomic(path: Path, text: str) -> None:
@@ -144,6 +152,20 @@ class Spool:
 
     def write(self, order: Order, index: int, trajectory: Trajectory) -> None:
         write_json_atomic(self.spool_dir / order.name / f"{index:05d}.json", trajectory.model_dump_json())
+
+    def next_draw(self, before: str) -> int:
+        """Where the draw of tasks for a training order begins: where that of the one before it ended."""
+        names = sorted(path.stem for path in self.orders_dir.glob("[!.]*.json") if path.stem < before)
+        earlier = [order for name in names if (order := self.find_order(name)).task_set == "train"]
+        return earlier[-1].next_draw if earlier else 0
+
+    def finished(self, order: Order) -> list[str]:
+        """Ids of the order's attempts that are there."""
+        lacking = set(self.missing(order))
+        return [f"{order.name}/{i:05d}" for i in range(len(order.tasks)) if i not in lacking]
+
+    def read_one(self, trajectory_id: str) -> Trajectory:
+        return _read(Trajectory, self.spool_dir / f"{trajectory_id}.json")
 
     def read(self, order: Order) -> list[Trajectory]:
         """The trajectories of a finished order, by index. Raises FileNotFoundError for a missing one."""

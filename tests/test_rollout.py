@@ -13,10 +13,10 @@ from rsi_fast import config as run_config
 from rsi_fast.errors import UserError
 from rsi_fast.rollout.agent import make_agent
 from rsi_fast.rollout.client import ServerError, VllmClient
-from rsi_fast.rollout.collector import collect_order
+from rsi_fast.rollout.collector import collect_order, serve_orders
 from rsi_fast.spool import Order, Spool
 from rsi_fast.tasks import task_folders
-from rsi_fast.trainer.rollouts import score
+from rsi_fast.trainer.ledger import Round
 
 ROOT = Path(__file__).parent.parent
 AGENT = make_agent("plain", ROOT / "models" / "demo-base")
@@ -94,6 +94,7 @@ def settings(run_dir: Path, **rollout) -> run_config.Config:
             "tasks": {"train": {"generator": "demo", "count": 24}},
             "sandbox": {"command_timeout_s": 0.5, "output_limit_bytes": 200},
             "rollout": {"request_timeout_s": 5.0, "stall_timeout_s": 1.0} | limits,
+            "trainer": {"importance_cap": 2.0},
             "stages": [{"kind": "ppo", "rounds": 1, "attempts": 1, "actor_lr": 1e-3, "critic_lr": 1e-3}],
         }
     )
@@ -208,8 +209,10 @@ def test_a_verifier_that_crashes_is_retried_then_kept_as_invalid(tmp_path, fake)
     assert (broken.valid, broken.finish_reason, broken.success) == (False, "error", False)
     assert "reward.txt" in broken.invalid_reason
     assert len(server.bodies) == 3 + 1, "two retries of the broken one"
-    samples, metrics = score([broken, whole], 0.4, {})
-    assert (len(samples), metrics["rollout/invalid"]) == (1, 1)
+    taken = Round.of({"a": broken, "b": whole})
+    assert (taken.trajectories, taken.num_dropped("invalid")) == ({"b": whole}, 1)
+    with pytest.raises(UserError, match="no trajectory of the round can be trained on"):
+        Round.of({"a": broken})
 
 
 def test_only_what_is_missing_is_collected(tmp_path, fake):
@@ -230,6 +233,41 @@ def test_nothing_is_collected_with_other_weights(tmp_path, fake, monkeypatch):
     with pytest.raises(UserError, match=r"wants weight version 0; the servers have \['3'\]"):
         collect(config, order(config, "swap"), server)
     assert server.bodies == []
+
+
+def test_collection_runs_ahead_and_turns_keep_the_version_they_began_with(tmp_path, fake):
+    """With lookahead: an order waits until its weights are live, then goes on over newer ones, in mid-attempt too."""
+    config = settings(tmp_path, max_staleness=2)
+    first, second = order(config, "swap", weight_version=1), order(config, "swap", weight_version=3, name="01-ppo-0001")
+    weights = tmp_path / "weights.json"
+    weights.write_text('{"version": 1}')
+    spool = Spool(tmp_path)
+    spool.give_order(first)
+    spool.give_order(second)
+
+    def reply(body: dict, number: int) -> dict:
+        if number == 0:
+            weights.write_text('{"version": 2}')  # a sync that ends while the first turn is sampled
+        return says("pwd", "pwd", "submit")(body, number)
+
+    server = fake(reply)
+    (tmp_path / "servers.json").write_text(json.dumps({"urls": [server.url]}))
+
+    async def work() -> None:
+        serving = asyncio.create_task(serve_orders(config, "key"))
+        while spool.missing(first):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        assert len(server.bodies) == 3, "the second waits for version 3"
+        weights.write_text('{"version": 3}')
+        while spool.missing(second):
+            await asyncio.sleep(0.05)
+        (tmp_path / "done.json").write_text("{}")
+        await serving
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+    assert [turn.weight_version for turn in spool.read(first)[0].turns] == [1, 2, 2]
+    assert [turn.weight_version for turn in spool.read(second)[0].turns] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import zlib
+from collections.abc import Coroutine
 from pathlib import Path
 
 from rsi_fast.config import Config, load_config
@@ -18,7 +19,7 @@ from rsi_fast.errors import UserError, leave_error
 from rsi_fast.rollout.agent import Agent, make_agent
 from rsi_fast.rollout.client import ServerError, VllmClient
 from rsi_fast.sandbox import SandboxError, open_sandbox
-from rsi_fast.spool import Order, Spool, Trajectory, Turn, read_json
+from rsi_fast.spool import WEIGHTS_FILE, Order, Spool, Trajectory, Turn, read_json
 from rsi_fast.tasks import Task, load_task_set
 from rsi_fast.verifier import VerifierError, verify
 
@@ -28,42 +29,74 @@ VERSION_TIMEOUT_S = 300.0
 
 
 class Collector:
-    """Attempts of one run directory, with one client."""
+    """Attempts of one run directory, with one client. A fixed number of them is under way as long as there is work, of
+    one order or of several: evaluations first, then the newest stage, and of its orders the oldest."""
 
     def __init__(self, config: Config, client: VllmClient, agent: Agent):
         self.config, self.client, self.agent = config, client, agent
         self.spool = Spool(config.run.dir)
         self._task_sets: dict[str, dict[str, Task]] = {}
+        self._queue: asyncio.PriorityQueue = asyncio.PriorityQueue()
+        self._progress: dict[str, _Progress] = {}  # by name of the order
 
     async def collect(self, order: Order) -> None:
         """Writes every missing trajectory of the order the moment it ends. Raises ServerError or UserError; what was
         written stays."""
-        await self._wait_for_version(order)
+
+        async def work() -> None:
+            await self._take(order)
+            await self._queue.join()
+
+        await self._with_workers(work())
+
+    async def serve(self) -> None:
+        """The same for every order that the trainer gives, until RUN/done.json is there."""
+
+        async def work() -> None:
+            taken: set[str] = set()
+            while not (self.config.run.dir / "done.json").exists():
+                for order in self.spool.orders(skip=taken):
+                    await self._take(order)
+                    taken.add(order.name)
+                await asyncio.sleep(POLL_S)
+
+        await self._with_workers(work())
+
+    async def _take(self, order: Order) -> None:
+        """Puts the missing attempts of an order before the workers, as soon as its weights are live."""
+        missing = self.spool.missing(order)
+        if not missing:
+            return
         tasks = self._tasks(order.task_set)
-        missing = iter(self.spool.missing(order))
-        progress = _Progress(self.config.run.dir, order, len(self.spool.missing(order)))
+        if unknown := [name for name in order.tasks if name not in tasks]:
+            raise UserError(f"order {order.name} asks for task {unknown[0]}, which is not in its set")
+        await self._wait_for_version(order)
+        self._progress[order.name] = _Progress(self.config.run.dir, order, len(missing))
+        for index in missing:
+            self._queue.put_nowait((order.task_set == "train", -order.stage_number, order.name, index, order))
 
-        async def worker() -> None:
-            for index in missing:  # shared: each worker takes the next one
-                task = tasks.get(order.tasks[index])
-                if task is None:
-                    raise UserError(f"order {order.name} asks for task {order.tasks[index]}, which is not in its set")
-                self._write(order, index, await self._attempt_until_valid(order, index, task))
-                progress.step()
+    async def _worker(self) -> None:
+        while True:
+            *_, index, order = await self._queue.get()
+            task = self._tasks(order.task_set)[order.tasks[index]]
+            self._write(order, index, await self._attempt_until_valid(order, index, task))
+            self._progress[order.name].step()
+            self._queue.task_done()
 
-        watch = asyncio.create_task(self.client.watch())
-        workers = [asyncio.create_task(worker()) for _ in range(self.config.rollout.max_concurrency)]
-        everything = asyncio.gather(*workers)
+    async def _with_workers(self, work: Coroutine) -> None:
+        """Until `work` ends, or a worker or a server fails."""
+        jobs = [asyncio.create_task(self._worker()) for _ in range(self.config.rollout.max_concurrency)]
+        jobs += [asyncio.create_task(self.client.watch()), asyncio.create_task(work)]
         try:
-            await asyncio.wait([everything, watch], return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()
-            await everything
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
         finally:
-            for job in (watch, *workers):
+            for job in jobs:
                 job.cancel()
-            await asyncio.gather(watch, everything, *workers, return_exceptions=True)
-            progress.write()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            for progress in self._progress.values():
+                progress.write()
 
     def _write(self, order: Order, index: int, trajectory: Trajectory) -> None:
         try:
@@ -81,13 +114,31 @@ class Collector:
         return self._task_sets[which]
 
     async def _wait_for_version(self, order: Order) -> None:
+        """Until the servers have the order's weights, and no others; or, where they may be newer, at least these."""
         deadline = time.monotonic() + VERSION_TIMEOUT_S
-        while (live := await self.client.weight_versions()) != {str(order.weight_version)}:
-            if time.monotonic() > deadline:
+        while not await self._has_version(order):
+            if time.monotonic() > deadline and not self._lookahead(order):
+                live = sorted(await self.client.weight_versions())
                 raise UserError(
-                    f"order {order.name} wants weight version {order.weight_version}; the servers have {sorted(live)}"
+                    f"order {order.name} wants weight version {order.weight_version}; the servers have {live}"
                 )
             await asyncio.sleep(POLL_S)
+
+    async def _has_version(self, order: Order) -> bool:
+        if self._lookahead(order):
+            return self._weight_version(order) is not None
+        return await self.client.weight_versions() == {str(order.weight_version)}
+
+    def _lookahead(self, order: Order) -> bool:
+        return order.task_set == "train" and self.config.rollout.max_staleness > 0
+
+    def _weight_version(self, order: Order) -> int | None:
+        """Of the next turn. With lookahead the version that the trainer has last made live: a sync may be under way,
+        so the turn's weights are these or newer. None: they are older than what the order asks for."""
+        if not self._lookahead(order):
+            return order.weight_version
+        live = (read_json(self.config.run.dir / WEIGHTS_FILE) or {}).get("version", -1)
+        return live if live >= order.weight_version else None
 
     async def _attempt_until_valid(self, order: Order, index: int, task: Task) -> Trajectory:
         """A sandbox or verifier that fails is tried again; then the attempt is kept as invalid, with the reason."""
@@ -138,6 +189,7 @@ class Collector:
             room = self.config.model.max_tokens - len(attempt.token_ids)
             if room < 1:
                 return "max_tokens"
+            version = self._weight_version(order)
             start = time.perf_counter()
             completion = await self.client.complete(
                 attempt.token_ids,
@@ -154,7 +206,7 @@ class Collector:
                 reply=action.text,
                 command=action.command,
                 observation=None,
-                weight_version=order.weight_version,
+                weight_version=version,
                 generate_s=generated - start,
             )
             attempt.turns.append(turn)
@@ -256,18 +308,10 @@ async def collect_order(config: Config, order: Order, urls: list[str], api_key: 
 
 
 async def serve_orders(config: Config, api_key: str) -> None:
-    """Every order of the run, oldest first, until RUN/done.json is there."""
-    run_dir = config.run.dir
-    urls = read_json(run_dir / "servers.json")["urls"]
-    done: set[str] = set()
+    """Every order of the run, until RUN/done.json is there."""
+    urls = read_json(config.run.dir / "servers.json")["urls"]
     async with _client(config, urls, api_key) as client:
-        collector = Collector(config, client, make_agent(config.rollout.agent, config.model.path))
-        while not (run_dir / "done.json").exists():
-            for order in collector.spool.orders(skip=done):
-                if collector.spool.missing(order):
-                    await collector.collect(order)
-                done.add(order.name)
-            await asyncio.sleep(POLL_S)
+        await Collector(config, client, make_agent(config.rollout.agent, config.model.path)).serve()
 
 
 def main() -> int:

@@ -155,7 +155,10 @@ class WeightSender:
             for bucket in buckets:
                 num_bytes += self._send_bucket(bucket)
             self._gather(self._everywhere("finish_weight_update", [{"weight_version": str(version)}] * len(self.urls)))
-            self._gather(self._everywhere("reset_prefix_cache"))
+            # Requests in flight compute their prefix again, by the new weights; without that the reset would fail.
+            for reply in self._gather(self._everywhere("reset_prefix_cache?reset_running_requests=true")):
+                if not reply.json().get("success"):
+                    raise SyncError(f"weight sync: {reply.url}: the prefix cache could not be reset")
         except BaseException:
             with contextlib.suppress(SyncError):
                 self._gather(self._everywhere("resume"))

@@ -18,8 +18,13 @@ class Sample:
     turn_ids: torch.Tensor  # int32
     behaviour_logprobs: torch.Tensor  # float32
     reward: float = 0.0  # final reward
+    on_policy: torch.Tensor | None = None  # bool: action tokens that the actor's present weights sampled; None: all
     # what the trainer works out, float32, 0 at masked positions
     values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.on_policy is None:
+            self.on_policy = self.action_mask
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -29,7 +34,9 @@ class Sample:
         return int(self.action_mask.sum())
 
     @classmethod
-    def from_trajectory(cls, trajectory: Trajectory, reward: float = 0.0) -> "Sample":
+    def from_trajectory(
+        cls, trajectory: Trajectory, reward: float = 0.0, weight_version: int | None = None
+    ) -> "Sample":
         sample = cls(
             token_ids=torch.tensor(trajectory.token_ids, dtype=torch.int64),
             action_mask=torch.tensor(trajectory.action_mask, dtype=torch.bool),
@@ -37,6 +44,9 @@ class Sample:
             behaviour_logprobs=torch.tensor(trajectory.behaviour_logprobs, dtype=torch.float32),
             reward=reward,
         )
+        if weight_version is not None:
+            old = [i for i, turn in enumerate(trajectory.turns) if turn.weight_version != weight_version]
+            sample.on_policy = sample.action_mask & ~torch.isin(sample.turn_ids, torch.tensor(old, dtype=torch.int32))
         if len(sample) and sample.action_mask[0]:
             raise ValueError(
                 f"trajectory {trajectory.id} begins with an action token; its log-prob has no prefix to come from"

@@ -15,11 +15,12 @@ from rsi_fast.spool import Order, Spool, Trajectory, write_json_atomic
 from rsi_fast.trainer import checkpoint as checkpoints
 from rsi_fast.trainer import metrics as metrics_log
 from rsi_fast.trainer import packing, rollouts, update
-from rsi_fast.trainer.batching import Cut, Hands, MicroBatch, Sample
+from rsi_fast.trainer.batching import Hands, MicroBatch, Sample
 from rsi_fast.trainer.checkpoint import State
 from rsi_fast.trainer.engines import Engine
+from rsi_fast.trainer.intake import Intake
 from rsi_fast.trainer.metrics import Stopwatch
-from rsi_fast.trainer.models import attention_length, load_actor, load_critic
+from rsi_fast.trainer.models import load_actor, load_critic
 from rsi_fast.trainer.statistics import Sums
 from rsi_fast.trainer.sync import Publisher
 
@@ -36,11 +37,12 @@ class Trainer:
         self.device = torch.device(config.model.device)
         self.dtype = getattr(torch, config.model.dtype)
         self.spool = Spool(self.run_dir)
+        self.intake = Intake(config, task_names.get("train", []), offline=publisher is None)
         self.watch = Stopwatch()
         self.demonstrations: tuple[str, list[Sample]] = ("", [])  # of the open sft stage
         self.critic: Engine | None = None
         self.actor = Engine(config, lambda: load_actor(config.model.path, self.dtype), "actor")
-        self.cut = self._decide_cut()
+        self.cut = packing.decide_cut(self.actor, config, self.device)
         self.state = State()
         self._resume()
 
@@ -69,16 +71,20 @@ class Trainer:
 
     def _rl_round(self, stage: Stage) -> dict:
         config, state, phase = self.config, self.state, self.watch.phase
-        order = rollouts.training_order(
-            config, state.stage + 1, state.round, self.task_names["train"], state.weight_version
-        )
         with phase("collect"):
-            trajectories = self._collect(order)
+            if self.publisher:
+                self.publisher.ensure(self.actor, state.weight_version)
+            taken = self.intake.take(state, stage)
         with phase("score"):
-            samples, metrics = rollouts.score(trajectories, stage.partial_cap, config.credit.family_weights)
+            version = state.weight_version if self.publisher else None
+            samples, metrics = rollouts.score(
+                list(taken.trajectories.values()), stage.partial_cap, config.credit.family_weights, version
+            )
+            metrics |= {f"rollout/{kind}": taken.num_dropped(kind) for kind in ("invalid", "stale")}
             if self.rank == 0:
                 checkpoints.note_score(self.run_dir, metrics["rollout/success"])
-            epochs = update.split_round(samples, config, order.name, self.cut, self.world_size)
+            name = rollouts.order_name(state.stage + 1, stage.label, state.round)
+            epochs = update.split_round(samples, config, name, self.cut, self.world_size)
             whole = [sum(hands, []) for hands in zip(*epochs[0], strict=True)]
         with phase("forward"):
             metrics |= update.score_tokens(self._batches(whole), self.actor, self.critic, config, self.device)
@@ -168,6 +174,8 @@ class Trainer:
         )
 
     def _close_stage(self, stage: Stage) -> None:
+        if stage.kind != "sft" and self.rank == 0:
+            self.intake.close(self.state, stage)
         if stage.kind != "critic":
             self.actor.export(self._model_folder(stage.label), like=self.config.model.path)
         if stage.kind == "sft":
@@ -192,20 +200,13 @@ class Trainer:
 
     # ---- micro-batches
 
-    def _decide_cut(self) -> Cut:
-        trainer, model = self.config.trainer, self.actor.module.model
-        reason = "trainer.packing = false"
-        if trainer.packing:
-            reason = packing.why_not(self.actor, model.config.get_text_config().vocab_size, self.device)
-        print(f"micro-batches are {f'padded: {reason}' if reason else 'packed'}", flush=True)
-        return Cut(trainer.micro_batch_tokens, not reason, attention_length(model))
-
     def _batches(self, hands: Hands) -> list[MicroBatch]:
         return self.cut.micro_batches(hands, self.rank, self.device)
 
     # ---- rollouts and weights
 
     def _collect(self, order: Order) -> list[Trajectory]:
+        """An order of its own, such as an evaluation, whole."""
         if self.publisher is None:
             return rollouts.read_from(self.spool, order.name)
         self.publisher.ensure(self.actor, self.state.weight_version)
@@ -265,3 +266,4 @@ class Trainer:
         if self.rank == 0:
             checkpoints.tidy(self.run_dir, self.config.trainer.keep_checkpoints, self.config.trainer.keep_best)
             metrics_log.drop_after(self.run_dir / "metrics.jsonl", self.state.step)
+            self.intake.resume(self.state)

@@ -7,9 +7,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rsi_fast.config import Config
 from rsi_fast.errors import UserError
-from rsi_fast.trainer.batching import MicroBatch, Sample
+from rsi_fast.trainer.batching import Cut, MicroBatch, Sample
 from rsi_fast.trainer.engines import Engine
+from rsi_fast.trainer.models import attention_length
 
 ATTENTION = "rsi_fast_packed"
 # In parts of the standard deviation of a sample's log-probs:
@@ -64,6 +66,15 @@ def packed_attention(
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def decide_cut(actor: Engine, config: Config, device: torch.device) -> Cut:
+    """A collective; the actor is set to it."""
+    model, reason = actor.module.model, "trainer.packing = false"
+    if config.trainer.packing:
+        reason = why_not(actor, model.config.get_text_config().vocab_size, device)
+    print(f"micro-batches are {f'padded: {reason}' if reason else 'packed'}", flush=True)
+    return Cut(config.trainer.micro_batch_tokens, not reason, attention_length(model))
 
 
 def pack(engine: Engine) -> None:

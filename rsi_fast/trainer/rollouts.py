@@ -1,6 +1,5 @@
 """Orders for the collector, the wait for their trajectories, and verifier reports made into rewards."""
 
-import random
 import time
 import zlib
 from pathlib import Path
@@ -12,6 +11,7 @@ from rsi_fast.config import Config
 from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory
 from rsi_fast.trainer.batching import Sample
+from rsi_fast.trainer.curriculum import History, draw
 
 POLL_S = 0.1
 
@@ -21,17 +21,24 @@ def order_name(stage_number: int, label: str, part: int | str) -> str:
     return f"{stage_number:02d}-{label}-{part:04d}" if isinstance(part, int) else f"{stage_number:02d}-{label}-{part}"
 
 
-def training_order(config: Config, stage_number: int, round_: int, task_names: list[str], weight_version: int) -> Order:
-    """The order of one round of a stage (counted from 1). Tasks come from shuffled passes over the training set that
-    go on from stage to stage, so that none comes twice before all came once."""
+def training_order(
+    config: Config,
+    stage_number: int,
+    round_: int,
+    task_names: list[str],
+    weight_version: int,
+    start: int | None = None,
+    history: History | None = None,
+) -> Order:
+    """The order of one round of a stage (counted from 1). start: where its draw of tasks begins, next_draw of the round
+    before; None: where it does when no task ever rests."""
     stages = config.stages[: stage_number - 1]
     stage = config.stages[stage_number - 1]
-    start = sum(s.rounds * s.attempts for s in stages if s.rounds) + round_ * stage.attempts
-    tasks = []
-    for position in range(start, start + stage.attempts):
-        lap, place = divmod(position, len(task_names))
-        tasks.append(_shuffled(tuple(task_names), config.run.seed * 1_000_003 + lap)[place])
-    return _order(config, order_name(stage_number, stage.label, round_), "train", tasks, weight_version)
+    if start is None:
+        start = sum(s.rounds * s.attempts for s in stages if s.rounds) + round_ * stage.attempts
+    tasks, after = draw(task_names, stage.attempts, config.run.seed, start, history or History(), config.curriculum)
+    name = order_name(stage_number, stage.label, round_)
+    return _order(config, name, "train", tasks, weight_version, next_draw=after)
 
 
 def eval_order(config: Config, stage_number: int, label: str, task_names: list[str], weight_version: int) -> Order:
@@ -39,7 +46,9 @@ def eval_order(config: Config, stage_number: int, label: str, task_names: list[s
     return _order(config, order_name(stage_number, label, "eval"), "heldout", tasks, weight_version)
 
 
-def _order(config: Config, name: str, task_set: str, tasks: list[str], weight_version: int) -> Order:
+def _order(
+    config: Config, name: str, task_set: str, tasks: list[str], weight_version: int, next_draw: int = 0
+) -> Order:
     return Order(
         name=name,
         task_set=task_set,
@@ -47,17 +56,8 @@ def _order(config: Config, name: str, task_set: str, tasks: list[str], weight_ve
         weight_version=weight_version,
         temperature=config.rollout.temperature if task_set == "train" else config.eval.temperature,
         seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+        next_draw=next_draw,
     )
-
-
-_laps: dict[tuple[int, int], list[str]] = {}
-
-
-def _shuffled(names: tuple[str, ...], seed: int) -> list[str]:
-    key = (len(names), seed)
-    if key not in _laps:
-        _laps[key] = random.Random(seed).sample(names, len(names))
-    return _laps[key]
 
 
 def wait_for(spool: Spool, order: Order, timeout_s: float) -> list[Trajectory]:
@@ -87,16 +87,10 @@ def read_from(spool: Spool, order_name: str) -> list[Trajectory]:
 
 
 def score(
-    trajectories: list[Trajectory], partial_cap: float, family_weights: dict[str, float]
+    valid: list[Trajectory], partial_cap: float, family_weights: dict[str, float], weight_version: int
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Samples with their final reward, for the valid trajectories; and what the round was like."""
-    valid = [t for t in trajectories if t.valid]
-    if not valid:
-        reasons = {t.invalid_reason for t in trajectories}
-        raise UserError(
-            "every trajectory of the round is invalid; nothing can be learned from it. Reasons:\n  "
-            + "\n  ".join(sorted(reasons)[:5])
-        )
+    """Samples with their final reward, for valid trajectories; and what the round was like. weight_version: the
+    actor's."""
     families = sorted({check.family for t in valid for check in t.checks})
     number = {family: i for i, family in enumerate(families)}
     width = max(1, max(len(t.checks) for t in valid))
@@ -108,7 +102,11 @@ def score(
     success = torch.tensor([t.success for t in valid])
     weights = torch.tensor([family_weights.get(f, 1.0) for f in families] or [1.0])
     rewards = family_rewards(passed, family, success, family_weights=weights, partial_cap=partial_cap)
-    samples = [Sample.from_trajectory(t, r) for t, r in zip(valid, rewards.reward.tolist(), strict=True)]
+    samples = [
+        Sample.from_trajectory(t, reward, weight_version)
+        for t, reward in zip(valid, rewards.reward.tolist(), strict=True)
+    ]
+    ages = [weight_version - turn.weight_version for t in valid for turn in t.turns]
     limits = ("max_turns", "turn_length", "max_tokens", "wall_time")
     return samples, {
         "reward/mean": float(rewards.reward.mean()),
@@ -117,8 +115,8 @@ def score(
         "rollout/turns": sum(len(t.turns) for t in valid) / len(valid),
         "rollout/tokens": sum(len(t.token_ids) for t in valid),
         "rollout/action_tokens": sum(sum(t.action_mask) for t in valid),
-        "rollout/invalid": len(trajectories) - len(valid),
         "rollout/truncated": sum(t.finish_reason in limits for t in valid),
+        "rollout/staleness": sum(ages) / max(1, len(ages)),
     }
 
 
@@ -126,8 +124,11 @@ def evaluation(trajectories: list[Trajectory]) -> dict:
     """Strict success, progress and success by kind of task (the name up to its last dash) of an evaluation."""
     from rsi_fast.report import wilson_interval
 
-    _, numbers = score(trajectories, 0.0, {})
     valid = [t for t in trajectories if t.valid]
+    if not valid:
+        reasons = "\n  ".join(sorted({t.invalid_reason for t in trajectories})[:5])
+        raise UserError(f"every attempt of the evaluation is invalid. Reasons:\n  {reasons}")
+    _, numbers = score(valid, 0.0, {}, weight_version=0)
     kinds: dict[str, list[int]] = {}
     for t in valid:
         entry = kinds.setdefault(t.task.rpartition("-")[0] or t.task, [0, 0])
@@ -141,7 +142,7 @@ def evaluation(trajectories: list[Trajectory]) -> dict:
         "eval/ci95": list(wilson_interval(successes, len(valid))),
         "eval/by_kind": dict(sorted(kinds.items())),
         "rollout/turns": numbers["rollout/turns"],
-        "rollout/invalid": numbers["rollout/invalid"],
+        "rollout/invalid": len(trajectories) - len(valid),
         "rollout/truncated": numbers["rollout/truncated"],
     }
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rsi_fast.config import Config
 from rsi_fast.errors import UserError
 from rsi_fast.rollout.weight_sync import WeightSender
+from rsi_fast.spool import WEIGHTS_FILE, write_json_atomic
 from rsi_fast.trainer.engines import Engine
 
 
@@ -31,6 +32,8 @@ class Publisher:
         self.connect(actor)
         if self.live != version:
             self.send(actor, version)
+        else:
+            self._note_live()
 
     def send(self, actor: Engine, version: int) -> int:
         """Sends all weights as `version`; returns their bytes. A collective."""
@@ -43,7 +46,13 @@ class Publisher:
             for _ in buckets:
                 pass
         self.live = version
+        self._note_live()
         return sent
+
+    def _note_live(self) -> None:
+        """For a collector that works ahead. After the sync, so that what it says is never newer than the weights."""
+        if dist.get_rank() == 0:
+            write_json_atomic(self.config.run.dir / WEIGHTS_FILE, json.dumps({"version": self.live}))
 
     def _connect(self, actor: Engine) -> None:
         live = [0]

@@ -55,8 +55,8 @@ def score_tokens(
     batches: list[MicroBatch], actor: Engine, critic: Engine, config: Config, device: torch.device
 ) -> dict:
     """Gives the samples `old_logprobs` and `old_values`, without gradient; stops the run when vLLM's log-probs of the
-    same tokens are far from the trainer's."""
-    difference, entropy, tokens = 0.0, 0.0, 0
+    same tokens, sampled by the same weights, are far from the trainer's."""
+    difference, entropy, tokens, compared = 0.0, 0.0, 0, 0
     for batch in batches:
         logprobs, entropies = actor.forward(
             batch.token_ids, batch.action_mask, batch.apart, config.rollout.temperature, True, train=False
@@ -64,11 +64,13 @@ def score_tokens(
         batch.unstack("old_logprobs", logprobs)
         batch.unstack("old_values", critic.forward(batch.token_ids, batch.apart, train=False))
         distance = (logprobs - batch.stack("behaviour_logprobs")).abs()
-        difference += float(torch.where(batch.action_mask, distance, 0.0).sum())
+        same_weights = batch.stack("on_policy", torch.bool)
+        difference += float(torch.where(same_weights, distance, 0.0).sum())
+        compared += int(same_weights.sum())
         entropy += float(entropies.sum())
         tokens += int(batch.action_mask.sum())
     tokens = global_sum(tokens, device)
-    difference = global_sum(difference, device) / max(1.0, tokens)
+    difference = global_sum(difference, device) / max(1.0, global_sum(compared, device))
     bound = config.trainer.max_logprob_abs_diff
     if not difference <= bound:
         raise UserError(
