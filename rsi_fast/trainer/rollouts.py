@@ -87,10 +87,10 @@ def read_from(spool: Spool, order_name: str) -> list[Trajectory]:
 
 
 def score(
-    valid: list[Trajectory], partial_cap: float, family_weights: dict[str, float], weight_version: int
+    valid: list[Trajectory], partial_cap: float, family_weights: dict[str, float], weight_version: int | None
 ) -> tuple[list[Sample], dict[str, float]]:
     """Samples with their final reward, for valid trajectories; and what the round was like. weight_version: the
-    actor's."""
+    actor's; None where the trajectories' own are of another run."""
     families = sorted({check.family for t in valid for check in t.checks})
     number = {family: i for i, family in enumerate(families)}
     width = max(1, max(len(t.checks) for t in valid))
@@ -106,18 +106,21 @@ def score(
         Sample.from_trajectory(t, reward, weight_version)
         for t, reward in zip(valid, rewards.reward.tolist(), strict=True)
     ]
-    ages = [weight_version - turn.weight_version for t in valid for turn in t.turns]
+    turns = [turn for t in valid for turn in t.turns]
+    staleness = {}
+    if weight_version is not None:
+        ages = [weight_version - turn.weight_version for turn in turns]
+        staleness = {"rollout/staleness": sum(ages) / max(1, len(ages))}
     limits = ("max_turns", "turn_length", "max_tokens", "wall_time")
     return samples, {
         "reward/mean": float(rewards.reward.mean()),
         "rollout/success": float(success.float().mean()),
         "rollout/progress": float(rewards.progress.mean()),
-        "rollout/turns": sum(len(t.turns) for t in valid) / len(valid),
+        "rollout/turns": len(turns) / len(valid),
         "rollout/tokens": sum(len(t.token_ids) for t in valid),
         "rollout/action_tokens": sum(sum(t.action_mask) for t in valid),
         "rollout/truncated": sum(t.finish_reason in limits for t in valid),
-        "rollout/staleness": sum(ages) / max(1, len(ages)),
-    }
+    } | staleness
 
 
 def evaluation(trajectories: list[Trajectory]) -> dict:
@@ -128,7 +131,7 @@ def evaluation(trajectories: list[Trajectory]) -> dict:
     if not valid:
         reasons = "\n  ".join(sorted({t.invalid_reason for t in trajectories})[:5])
         raise UserError(f"every attempt of the evaluation is invalid. Reasons:\n  {reasons}")
-    _, numbers = score(valid, 0.0, {}, weight_version=0)
+    _, numbers = score(valid, 0.0, {}, weight_version=None)
     kinds: dict[str, list[int]] = {}
     for t in valid:
         entry = kinds.setdefault(t.task.rpartition("-")[0] or t.task, [0, 0])
