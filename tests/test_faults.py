@@ -1,12 +1,14 @@
 """Faults in real runs: each ends in one message, a non-zero exit, no process left, nothing finished lost."""
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
-from live_runs import LiveRun
+from live_runs import ROOT, LiveRun
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(280)]
 
@@ -144,3 +146,16 @@ def test_after_all_that_the_run_ends_well(live):
     assert live.processes() == []
     assert [line["step"] for line in live.lines()] == list(range(1, len(live.lines()) + 1))
     assert live.rounds() == 12
+
+
+def test_the_soak_in_short(tmp_path):
+    """Collection ahead of training, a rank and a server killed at random, started again: every trajectory is consumed
+    once or dropped with a reason, and nothing is left."""
+    command = [sys.executable, ROOT / "scripts" / "soak.py", "--rounds", "12", "--kills", "2", "--seed", "1"]
+    done = subprocess.run([*command, "--out", tmp_path / "soak.json"], capture_output=True, text=True, timeout=270)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert [kill["kind"] for kill in result["kills"]] == ["rank", "server"]
+    assert result["rounds"] == 12
+    assert result["consumed"] >= 32 + 12 * 12
+    assert result["consumed"] + sum(result["dropped"].values()) == result["trajectories"] == 32 + 12 * 16
