@@ -160,7 +160,7 @@ def test_an_exported_critic_gives_the_critics_values(two_ranks, tmp_path):
     critic.load_state_dict(state)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
     with torch.no_grad():
-        values = critic.eval()(tokens)
+        values = critic.eval()(tokens, {})
         logits = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()(tokens).logits
     assert logits.shape == (1, 6, 1)
     assert values.abs().max() > 1e-3
