@@ -1,6 +1,7 @@
 """`rsi-fast run`: starts servers, collector and trainer ranks, watches them, and leaves nothing behind."""
 
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -9,6 +10,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +121,20 @@ def prepare(config: Config) -> None:
             part.rename(folder)
 
 
+def _scratch(run_dir: Path) -> Path:
+    """An empty folder for the sockets and temporary files of a run's processes: they leave theirs when they are killed,
+    and the next start of the run, which finds the same folder, removes them. Not in the run directory, since a socket's
+    path has at most 107 characters."""
+    name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"rsi-fast-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError:  # it is someone else's
+        folder = Path(tempfile.mkdtemp(prefix=f"rsi-fast-{name}-"))
+    return folder
+
+
 class Launcher:
     """The processes of one run."""
 
@@ -128,8 +144,10 @@ class Launcher:
         # Servers elsewhere have a key of their own; ours get a fresh one that only child processes see.
         self.api_key = os.environ.get("RSI_FAST_API_KEY", "") if config.server.urls else secrets.token_urlsafe(32)
         self.children: list[Child] = []
+        self.scratch = _scratch(self.run_dir)
 
     def start(self, name: str, command: list[str], env: dict[str, str]) -> Child:
+        env = env | {"TMPDIR": str(self.scratch)}
         child = Child(name, command, self.run_dir / "logs" / f"{name}.log", env)
         self.children.append(child)
         return child
@@ -217,6 +235,7 @@ class Launcher:
 
     def stop(self) -> None:
         stop(self.children)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def run(config: Config, console: Console, rotate: bool = False) -> dict:

@@ -54,14 +54,15 @@ class Soak:
         settings = [f"run.dir={self.run_dir}", f"stages.2.rounds={rounds}", *SETTINGS]
         load_config(ROOT / "configs" / "smoke.toml", settings).save(folder / "run.toml")
         self.mark = uuid.uuid4().hex  # every process of the run inherits it
-        self.folder = folder
+        self.folder, self.scratch = folder, folder / "tmp"
+        self.scratch.mkdir()
         self.samples: list[dict] = []  # of the present launch
 
     def start(self) -> None:
         self.samples = []
         log = (self.folder / "output.txt").open("ab")
         command = [sys.executable, "-m", "rsi_fast", "run", str(self.folder / "run.toml")]
-        env = os.environ | {"SOAK_MARK": self.mark}
+        env = os.environ | {"SOAK_MARK": self.mark, "TMPDIR": str(self.scratch)}
         self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=env)
 
     def processes(self) -> list[psutil.Process]:
@@ -137,10 +138,6 @@ def growth(samples: list[dict]) -> dict[str, dict[str, float]]:
     return found
 
 
-def leftovers() -> set[str]:
-    return {str(p) for place in ("/dev/shm", tempfile.gettempdir()) for p in Path(place).iterdir()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=200)
@@ -150,7 +147,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     folder = Path(tempfile.mkdtemp(prefix="rsi-fast-soak-"))
-    before, started = leftovers(), time.monotonic()
+    started = time.monotonic()
     soak = Soak(folder, arguments.rounds)
     kills = []
     last_free = int(arguments.rounds * 0.4)  # rounds of the last launch, without kills, for the look at memory
@@ -183,7 +180,7 @@ def main() -> int:
         "dropped": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "ledger_problems": find_problems(soak.run_dir),
         "processes_left": len(soak.processes()),
-        "files_left": sorted(leftovers() - before - {str(folder)}),
+        "temporary_files_left": len(list(soak.scratch.rglob("*"))),
         "checkpoints": len(list((soak.run_dir / "checkpoints").iterdir())),
         "last_launch": growth(soak.samples),
         "versions": versions(),
@@ -198,9 +195,8 @@ def main() -> int:
         if g["mib_last"] > 1.1 * g["mib_first"] + 20 or g["files_last"] > g["files_first"] + 10
     ]
     problems = [*result["ledger_problems"], *(f"{name} grows: {result['last_launch'][name]}" for name in leaks)]
-    problems += [f"exit code {code}"] * (code != 0) + [f"{result['processes_left']} processes left"] * bool(
-        result["processes_left"]
-    )
+    problems += [f"exit code {code}"] if code else []
+    problems += [f"{key}: {result[key]}" for key in ("processes_left", "temporary_files_left") if result[key]]
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     if problems:
