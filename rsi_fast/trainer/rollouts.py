@@ -117,6 +117,7 @@ def score(
         "rollout/turns": sum(len(t.turns) for t in valid) / len(valid),
         "rollout/tokens": sum(len(t.token_ids) for t in valid),
         "rollout/action_tokens": sum(sum(t.action_mask) for t in valid),
+        "rollout/attempts": len(trajectories),
         "rollout/invalid": len(trajectories) - len(valid),
         "rollout/truncated": sum(t.finish_reason in limits for t in valid),
     }
@@ -141,6 +142,7 @@ def evaluation(trajectories: list[Trajectory]) -> dict:
         "eval/ci95": list(wilson_interval(successes, len(valid))),
         "eval/by_kind": dict(sorted(kinds.items())),
         "rollout/turns": numbers["rollout/turns"],
+        "rollout/attempts": len(trajectories),
         "rollout/invalid": numbers["rollout/invalid"],
         "rollout/truncated": numbers["rollout/truncated"],
     }
