@@ -33,7 +33,7 @@ class Monitor:
         if config.monitor.tensorboard:
             self._try("TensorBoard", lambda: self.sinks.append(TensorBoard(config.run.dir / "tensorboard", step)))
         if config.monitor.wandb_project:
-            self._try("Weights & Biases", lambda: self.sinks.append(WeightsAndBiases(config)))
+            self._try("Weights & Biases", lambda: self.sinks.append(WeightsAndBiases(config, self.history)))
 
     def log(self, line: dict, watch: metrics.Stopwatch) -> None:
         if line["kind"] in ("critic", "ppo"):
@@ -98,12 +98,12 @@ class WeightsAndBiases:
     """RUN/wandb. The key comes from wandb's own login or environment and is never ours to read.
 
     A W&B run only grows, so a step that a resumed run does again is not sent again: RUN/wandb.json has the run's id and
-    the last step sent.
+    the last step sent. Lines of earlier starts that had no W&B, or lost it, are sent first.
     """
 
     name = "Weights & Biases"
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, history: list[dict]):
         import wandb
 
         self._path = config.run.dir / "wandb.json"
@@ -122,6 +122,8 @@ class WeightsAndBiases:
                 console="off", disable_git=True, init_timeout=WANDB_TIMEOUT_S, finish_timeout=WANDB_TIMEOUT_S
             ),
         )
+        for line in history:
+            self.write(line)
 
     def write(self, line: dict) -> None:
         if line["step"] <= self._sent["step"]:
