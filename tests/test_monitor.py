@@ -16,6 +16,7 @@ from rsi_fast import doctor
 from rsi_fast.config import Monitor as Limits
 from rsi_fast.config import load_config
 from rsi_fast.errors import UserError
+from rsi_fast.processes import wait_until
 from rsi_fast.progress import RunProgress
 from rsi_fast.trainer.alarms import alarm_texts, find_alarms
 from rsi_fast.trainer.checkpoint import latest_checkpoint
@@ -162,16 +163,21 @@ def test_tensorboard_shows_a_step_that_is_done_again_once(tmp_path):
 
 
 def wandb_records(folder) -> list:
-    """The records of an offline run's file: LevelDB's log format, in which each of these short ones is one piece."""
+    """The records of an offline run's file, in LevelDB's log format: blocks of 32 KiB; a record that crosses their edge
+    is in pieces (2, 3, 4: first, middle, last), others are whole (1)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     [path] = folder.glob("*.wandb")
-    data, position, records = path.read_bytes(), 7, []  # after the file's own header
+    data, position, pieces, records = path.read_bytes(), 7, b"", []  # after the file's own header
     while position + 7 <= len(data):
         length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
-        if kind == 1:
-            records.append(Record.FromString(data[position + 7 : position + 7 + length]))
+        pieces += data[position + 7 : position + 7 + length]
+        if kind in (1, 4):
+            records.append(Record.FromString(pieces))
+            pieces = b""
         position += 7 + length
+        if (left := -position % 2**15) < 7:  # no room for another header: filled up
+            position += left
     return records
 
 
@@ -187,8 +193,10 @@ def test_wandb_gets_a_step_that_is_done_again_once(tmp_path, monkeypatch):
     again = Monitor(config, 1)
     log(again, line(2, actor__entropy=7.0), line(3), line(4, actor__entropy=0.1))
     again.close()
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_mtime_ns)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1, "both starts are one run of W&B"
+    # wandb's own process may write the file's end a moment after finish() returned.
+    assert wait_until(lambda: all(wandb_records(folder)[-1].HasField("exit") for folder in folders), timeout_s=20)
     found = []
     for record in (record for folder in folders for record in wandb_records(folder)):
         if record.HasField("history"):

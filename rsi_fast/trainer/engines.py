@@ -92,9 +92,9 @@ class Engine:
         if not (math.isfinite(loss) and 0 <= norm < math.inf):
             raise UserError(
                 f"the {self.name}'s loss ({loss:g}) or the norm of its gradient ({norm:g}) is not a finite number, in "
-                "the step after the last line of metrics.jsonl. Nothing of this round was published or saved, and the "
-                "last checkpoint is good. The same settings would come here again: begin a new run from it (rsi-fast "
-                "export) with lower learning rates or a smaller trainer.optimizer.max_grad_norm"
+                "the step after the last line of metrics.jsonl. Nothing of this round was published or saved; the "
+                "last checkpoint, if there is one, is good. The same settings are likely to come here again: begin a "
+                "new run from it (rsi-fast export) with lower learning rates or a smaller max_grad_norm"
             )
         if self._before:
             self._check_every_parameter_moved()
