@@ -86,5 +86,5 @@ clean:
 # would break transformers; nothing here uses them.
 lock: setup
 	$(UV) pip compile --quiet --no-annotate --no-header $(LINKS) $(BACKEND) --python .venv/bin/python \
-	  --extra train --extra rollout --extra sandbox --extra dev --extra $(STACK) \
+	  --extra train --extra rollout --extra sandbox --extra monitor --extra dev --extra $(STACK) \
 	  --override requirements/overrides-$(STACK).txt --no-emit-package rsi-fast -o $(LOCK) pyproject.toml

@@ -16,11 +16,18 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Run file (TO
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Overrides a key of the run file; repeatable.")
 ]
+Profile = Annotated[
+    int | None, typer.Option(min=0, metavar="ROUND", help="Profile this round of critic and ppo stages: RUN/profile.")
+]
 console = Console(stderr=True)
 
 
 def _finish(result: dict) -> None:
     print(json.dumps(result), flush=True)
+
+
+def _profiled(round_: int | None) -> list[str]:
+    return [] if round_ is None else [f"trainer.profile_round={round_}"]
 
 
 @app.command()
@@ -30,12 +37,13 @@ def run(
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Move aside a run.dir that is finished or has another config.")
     ] = False,
+    profile: Profile = None,
 ) -> None:
     """Everything: servers, collector, trainer ranks. Goes on from the last checkpoint when run.dir holds one."""
     from rsi_fast.launch import run as launch
     from rsi_fast.report import print_report
 
-    settings = load_config(config, set_)
+    settings = load_config(config, set_ + _profiled(profile))
     summary = launch(settings, console, rotate)
     print_report(settings.run.dir, console)
     _finish({key: value for key, value in summary.items() if key != "examples"})
@@ -66,11 +74,12 @@ def train(
     config: ConfigFile,
     set_: Overrides = [],
     spool: Annotated[Path | None, typer.Option(metavar="RUN", help="Learn from this run's spool.")] = None,
+    profile: Profile = None,
 ) -> None:
     """Only the trainer, from the trajectories that a spool holds: no servers, no sandboxes."""
     from rsi_fast.commands import train as work
 
-    _finish(work(load_config(config, set_), spool, console))
+    _finish(work(load_config(config, set_ + _profiled(profile)), spool, console))
 
 
 @app.command(name="eval")

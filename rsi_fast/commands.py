@@ -33,7 +33,7 @@ def servers_running(config: Config, console: Console):
 
 
 def serve(config: Config, console: Console) -> None:
-    check_can_start(config)
+    check_can_start(config, trains=False)
     with run_directory(config), servers_running(config, console) as (launcher, urls):
         key_file = config.run.dir / "api_key"
         key_file.touch(mode=0o600)
@@ -54,7 +54,7 @@ def collect(config: Config, rounds: int, console: Console) -> dict:
     number = next((i for i, stage in enumerate(config.stages, 1) if stage.kind != "sft"), None)
     if number is None:
         raise UserError("the run file has no stage of kind critic or ppo, so there is nothing to collect for")
-    check_can_start(config)
+    check_can_start(config, trains=False)
     with run_directory(config) as run_dir:
         prepare(config)
         names = [folder.name for folder in task_folders(config.tasks.train, config.run.seed, run_dir)]
@@ -107,7 +107,7 @@ def evaluate(config: Config, model: Path | None, blank_observations: bool, conso
     if model:
         update["model"] = config.model.model_copy(update={"path": model})
     config = config.model_copy(update=update)
-    check_can_start(config)
+    check_can_start(config, trains=False)
     with run_directory(config) as run_dir:
         names = [folder.name for folder in task_folders(config.tasks.heldout, config.run.seed, run_dir)]
         order = Order(

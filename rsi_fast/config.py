@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rsi_fast.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
@@ -144,9 +145,8 @@ class Trainer(Section):
     keep_best: Count = 0  # and of all so many whose weights solved most of the training attempts made with them
     max_logprob_abs_diff: Positive = 0.1  # mean over a round's tokens, trainer against vLLM, beyond which the run stops
     sync_timeout_s: Positive = 120.0
-    profile_round: Count | None = (
-        None  # of critic and ppo stages, from 0: kernels/* in its metrics; it takes a bit longer
-    )
+    # Of critic and ppo stages, from 0: kernels/* in its metrics and a Chrome trace in RUN/profile. It takes longer.
+    profile_round: Count | None = None
 
 
 class Stage(Section):
@@ -200,6 +200,22 @@ class Stage(Section):
         return self
 
 
+class Monitor(Section):
+    """What an operator sees beside metrics.jsonl, and when the run raises an alarm. Alarms stop nothing."""
+
+    tensorboard: bool = False  # RUN/tensorboard
+    wandb_project: str | None = Field(default=None, min_length=1)  # log in with `wandb login` or WANDB_API_KEY
+    wandb_mode: Literal["online", "offline"] = "online"  # offline: RUN/wandb, for `wandb sync` later
+    prometheus_port: int | None = Field(default=None, ge=1, le=65535)  # on 127.0.0.1: no key guards it
+    # Alarms. 0 or 1 where a fraction switches one off.
+    min_entropy_fraction: Fraction = 0.2  # of the first round's entropy: below, the policy hardly explores
+    max_ratio_distance: Positive = 0.1  # of actor/ratio_mean from 1, where it stays but for rounding and clipped tails
+    max_approx_kl: Positive = 0.1  # of one round's update; 0.001 to 0.02 is usual
+    critic_warmup_rounds: Count = 4  # of the run, after which explained variance below 0 is an alarm
+    max_invalid: PositiveFraction = 0.1  # of a round's attempts: more is a broken sandbox or verifier
+    max_truncated: PositiveFraction = 0.5  # of a round's attempts: more means a limit that is too tight, or loops
+
+
 class Eval(Section):
     at_start: bool = False  # score the model as it was given
     attempts_per_task: PositiveCount = 1
@@ -221,6 +237,7 @@ class Config(Section):
     curriculum: Curriculum = Curriculum()
     credit: Credit = Credit()
     trainer: Trainer = Trainer()
+    monitor: Monitor = Monitor()
     eval: Eval = Eval()
     stages: list[Stage] = Field(min_length=1)
 
@@ -250,6 +267,9 @@ class Config(Section):
             )
         if self.server.urls and self.server.port is not None:
             raise ValueError("server.port is for servers that the launcher starts; with server.urls leave it out")
+        first, ours = self.server.port, self.monitor.prometheus_port
+        if first is not None and ours in range(first, first + self.server.num_servers):
+            raise ValueError(f"monitor.prometheus_port ({ours}) is a server's (server.port); choose another")
         return self
 
     def save(self, path: Path) -> None:
@@ -278,6 +298,7 @@ MAY_CHANGE = (
     "trainer.max_logprob_abs_diff",
     "trainer.sync_timeout_s",
     "trainer.profile_round",
+    "monitor.*",
     "stages.*.checkpoint_every",
 )
 

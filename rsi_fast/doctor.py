@@ -89,9 +89,9 @@ def machine(config: Config | None = None) -> list[Finding]:
     ]
 
 
-def run_findings(config: Config) -> list[Finding]:
-    """What this run's own settings ask for."""
-    found = [_model_folder(config.model.path)]
+def run_findings(config: Config, trains: bool = True) -> list[Finding]:
+    """What this run's own settings ask for. `trains`: the trainer is part of it, and with it what shows its metrics."""
+    found = [_model_folder(config.model.path)] + (_monitor(config) if trains else [])
     if config.model.device == "cuda":
         wanted = config.trainer.num_ranks
         if not config.server.urls:
@@ -152,6 +152,39 @@ def _model_folder(folder: Path) -> Finding:
     return Finding("model folder", True, str(folder))
 
 
+def _monitor(config: Config) -> list[Finding]:
+    """What [monitor] asks for."""
+    settings = config.monitor
+    found = []
+    for key, module, distribution in (
+        ("tensorboard", "tensorboard", "tensorboard"),
+        ("wandb_project", "wandb", "wandb"),
+        ("prometheus_port", "prometheus_client", "prometheus-client"),
+    ):
+        if getattr(settings, key):
+            found.append(_package(module, distribution, "monitor", f"monitor.{key} needs it", True))
+    if port := settings.prometheus_port:
+        remedy = "in use; choose another monitor.prometheus_port"
+        found.append(Finding(f"port {port}", _port_is_free(port), str(port), remedy))
+    if settings.wandb_project and settings.wandb_mode == "online" and installed("wandb"):
+        found.append(_wandb_login())
+    return found
+
+
+def _wandb_login() -> Finding:
+    """Whether wandb has a key. One that it cannot check now, since the network is down, say, keeps no run from
+    starting."""
+    no_key = 3
+    ask = f"import sys, wandb; sys.exit(0 if wandb.login(prompt=False) else {no_key})"
+    try:
+        code = subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=60).returncode
+    except subprocess.TimeoutExpired:
+        code = 1
+    state = {0: "logged in", no_key: "not logged in"}.get(code, "has a key, which could not be checked now")
+    remedy = "`wandb login`, or set WANDB_API_KEY, or monitor.wandb_mode = 'offline'"
+    return Finding("Weights & Biases", code != no_key, state, remedy)
+
+
 def _port_is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -162,9 +195,9 @@ def _port_is_free(port: int) -> bool:
     return True
 
 
-def check_can_start(config: Config) -> None:
+def check_can_start(config: Config, trains: bool = True) -> None:
     """Raises UserError with what keeps this run from starting, all of it, and the remedies."""
-    lacks = [f for f in run_findings(config) + machine(config) if not f.ok and f.needed]
+    lacks = [f for f in run_findings(config, trains) + machine(config) if not f.ok and f.needed]
     if lacks:
         text = "\n".join(f"  {f.thing}: {f.found}. {f.remedy}" for f in lacks)
         raise UserError(f"this run cannot start here:\n{text}")

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rsi_fast.config import Config
 from rsi_fast.spool import read_json
+from rsi_fast.trainer.alarms import alarm_texts
 
 SHOWN = (
     ("sft/loss", "loss {:.3f}"),
@@ -56,6 +57,7 @@ class RunProgress:
         self.plan = self.bars.add_task("steps and rounds", total=self.total, rate="")
         self.collection = self.bars.add_task("attempts", total=None, rate="")
         self.order = ""
+        self.alarms: list[str] = []
 
     def __enter__(self) -> "RunProgress":
         self.bars.start()
@@ -69,6 +71,9 @@ class RunProgress:
             new = line["time"] >= self.started  # a resumed run has lines of earlier starts
             if new and (line["kind"] != "sft" or line["round"] % 20 == 0):
                 self.console.print(describe(line), highlight=False, markup=False, soft_wrap=True)
+            for text in alarm_texts(self.alarms, line) if new else ():
+                self.console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
+            self.alarms = line.get("alarms", self.alarms)
             self.bars.update(self.plan, completed=self._done(line))
         state = read_json(self.run_dir / "collect.json")
         if state:

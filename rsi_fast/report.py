@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from rsi_fast.errors import UserError
+from rsi_fast.trainer.alarms import MEANINGS
 
 PHASES = ("wait_servers", "collect", "score", "forward", "credit", "critic", "actor", "sync")
 TRAINING = ("score", "forward", "credit", "critic", "actor")
@@ -65,6 +67,7 @@ def summarise(run_dir: Path) -> dict:
         "logprob_abs_diff_max": max(
             (x["rollout/logprob_abs_diff"] for x in lines if "rollout/logprob_abs_diff" in x), default=None
         ),
+        "alarms": dict(Counter(name for line in lines for name in line.get("alarms", ()))),  # rounds that each stood
         "invalid": sum(line.get("rollout/invalid", 0) for line in lines),
         "truncated": sum(line.get("rollout/truncated", 0) for line in lines),
         "finished": (Path(run_dir) / "done.json").exists(),
@@ -97,6 +100,8 @@ def print_report(run_dir: Path, console: Console) -> None:
         console.print(f"{sync['count']} weight syncs, median {sync['median_s']:.2f} s")
     if difference is not None:
         console.print(f"largest mean difference of log-probs, trainer against vLLM: {difference:.2g}")
+    for name, rounds in found["alarms"].items():
+        console.print(f"alarm: {name}: {MEANINGS[name][0]}, in {rounds} round(s)", highlight=False)
     console.print(f"{found['invalid']} invalid attempts, {found['truncated']} that met a limit")
     examples = _examples(run_dir)
     for example in examples:

@@ -3,6 +3,8 @@
 kill POINT     every process of the run dies by -9 the moment rank 0 gets there
 resave FOLDER  what was loaded is saved again at once, as a checkpoint of another run directory, before training goes on
 full           the disk is full when the critic's file of the checkpoint is written
+nan STEP       the loss of the actor's so manieth step, from 1, is not a number on the last rank; whenever weights are
+               published, the log says so
 """
 
 import errno
@@ -58,6 +60,17 @@ def alter(what: str, argument: str) -> None:
         loop.Trainer._resume = resume_and_save
     elif what == "full":
         before(tensor_files.TensorFile, "add", fail, in_critic)
+    elif what == "nan":
+        step, steps = engines.Engine.step, itertools.count(1)
+
+        def step_with_nan(engine, losses, *arguments):
+            last_rank = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+            if engine.name == "actor" and next(steps) == int(argument) and last_rank:
+                losses = (loss * float("nan") for loss in losses)
+            return step(engine, losses, *arguments)
+
+        engines.Engine.step = step_with_nan
+        before(loop.Trainer, "_publish", lambda: print("weights are published", flush=True))
     elif argument == "in_round":  # the critic has made its step, the actor has not
         seen: list[str] = []
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsi_fast.config import load_config
+from rsi_fast.config import changes, load_config
 from rsi_fast.errors import UserError
 
 GOOD = """
@@ -75,6 +75,18 @@ def test_what_is_wrong_is_named(file, override, words):
 
 def test_server_port_does_not_go_with_urls(file):
     assert "leave it out" in refused(file, 'server.urls=["http://127.0.0.1:1"]', "server.port=8000")
+
+
+def test_the_port_for_prometheus_is_no_servers(file):
+    ports = ["server.port=9463", "server.num_servers=2"]
+    assert "monitor.prometheus_port (9464) is a server's" in refused(file, *ports, "monitor.prometheus_port=9464")
+    load_config(file, [*ports, "monitor.prometheus_port=9465"])
+    load_config(file, ["monitor.prometheus_port=1"])
+
+
+def test_what_is_watched_may_change_in_a_run(file):
+    old, new = (load_config(file, overrides) for overrides in ([], ["monitor.tensorboard=true", "run.seed=1"]))
+    assert changes(old, new) == (["monitor.tensorboard = True (was False)"], ["run.seed = 1 (was 0)"])
 
 
 def test_every_problem_is_listed_at_once(file):

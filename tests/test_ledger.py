@@ -62,7 +62,7 @@ def test_too_old_ones_are_dropped_and_do_not_hold_up_the_round(two_orders):
         finish(spool, orders[1], index, versions=(2,))
     taken = ledger.take(orders, 6, version=3, max_staleness=1, timeout_s=0.0)
     assert len(taken.trajectories) == 4
-    assert taken.num_dropped("stale") == 2
+    assert taken.counts() == {"rollout/invalid": 0, "rollout/stale": 2, "rollout/attempts": 6}
     assert taken.dropped["01-ppo-0000/00001"] == "stale: sampled by weights 1, the actor is at 3"
 
 

@@ -33,6 +33,7 @@ LINES = [
         "reward/mean": 0.4,
         "critic/loss": 0.1,
         "rollout/invalid": 1,
+        "alarms": ["entropy"],
         "rollout/truncated": 2,
         "rollout/logprob_abs_diff": 3e-7,
         "sync/bytes": 8,
@@ -56,6 +57,7 @@ def test_summarise(run_dir):
     assert found["seconds"] == {"actor": 1.0, "collect": 4.0, "sync": 1.2, "eval": 2.0}
     assert found["weight_sync"]["count"] == 2
     assert (found["invalid"], found["truncated"], found["logprob_abs_diff_max"]) == (1, 2, 3e-7)
+    assert found["alarms"] == {"entropy": 1}
     assert not found["finished"]
 
 
@@ -69,7 +71,16 @@ def test_print_report_shows_stages_and_before_and_after(run_dir):
     console = Console(record=True, width=120)
     print_report(run_dir, console)
     text = console.export_text()
-    for words in ("not finished", "0.250", "0.050 to 0.700", "1/2", "collect", "2 weight syncs", "1 invalid attempts"):
+    for words in (
+        "not finished",
+        "0.250",
+        "0.050 to 0.700",
+        "1/2",
+        "collect",
+        "2 weight syncs",
+        "1 invalid attempts",
+        "alarm: entropy",
+    ):
         assert words in text
 
 

@@ -210,7 +210,7 @@ def test_a_verifier_that_crashes_is_retried_then_kept_as_invalid(tmp_path, fake)
     assert "reward.txt" in broken.invalid_reason
     assert len(server.bodies) == 3 + 1, "two retries of the broken one"
     taken = Round.of({"a": broken, "b": whole})
-    assert (taken.trajectories, taken.num_dropped("invalid")) == ({"b": whole}, 1)
+    assert (taken.trajectories, taken.counts()["rollout/invalid"]) == ({"b": whole}, 1)
     with pytest.raises(UserError, match="no trajectory of the round can be trained on"):
         Round.of({"a": broken})
 

@@ -102,7 +102,19 @@ def trajectory(name: str, rng: random.Random, task: str = "t-0", num_turns: int 
     )
 
 
-def make_run(folder: Path, num_ranks: int, micro_batch_tokens: int = 64) -> Config:
+def run_file(folder: Path, num_ranks: int, micro_batch_tokens: int = 64) -> str:
+    """A run file for make_run's folder; what it names stands beside the folder."""
+    return RUN_FILE.format(
+        dir=folder,
+        model=folder.parent / "model",
+        tasks=folder.parent / "tasks",
+        demonstrations=folder.parent / "demonstrations",
+        num_ranks=num_ranks,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+
+
+def make_run(folder: Path, num_ranks: int, micro_batch_tokens: int = 64, overrides: list[str] = ()) -> Config:
     """A run directory whose spool holds all that the run file's stages ask for."""
     folder.mkdir(parents=True)
     tasks = folder.parent / "tasks"
@@ -121,17 +133,8 @@ def make_run(folder: Path, num_ranks: int, micro_batch_tokens: int = 64) -> Conf
             write_json_atomic(folder.parent / "demonstrations" / f"{i:05d}.json", text)
         tiny_model(folder.parent / "model")
     file = folder.parent / f"{folder.name}.toml"
-    file.write_text(
-        RUN_FILE.format(
-            dir=folder,
-            model=folder.parent / "model",
-            tasks=tasks,
-            demonstrations=folder.parent / "demonstrations",
-            num_ranks=num_ranks,
-            micro_batch_tokens=micro_batch_tokens,
-        )
-    )
-    config = load_config(file)
+    file.write_text(run_file(folder, num_ranks, micro_batch_tokens))
+    config = load_config(file, overrides)
     (folder / "logs").mkdir()
     config.save(folder / "config.toml")
     names = [f"t-{i}" for i in range(8)]

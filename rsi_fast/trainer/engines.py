@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO-3 engines: their configuration, one optimizer step over many micro-batches, and their weights."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,19 +73,32 @@ class Engine:
 
     def step(self, losses: Iterator[torch.Tensor], num_losses: int, lr: float) -> float:
         """One optimizer step. `losses` yields each micro-batch's share of the loss, already divided by the count over
-        all ranks, the same number of them on every rank. Returns the gradient norm before clipping."""
+        all ranks, the same number of them on every rank. Returns the gradient norm before clipping; if it or the loss
+        is not finite, UserError on every rank."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         if self._steps_until_guard == 1 and lr > 0:
             self._before = self._fingerprints()
+        total = torch.zeros((), device=self.engine.device)
         for i, loss in enumerate(losses):
+            total += loss.detach()
             self.engine.set_gradient_accumulation_boundary(i == num_losses - 1)
             # ZeRO averages over ranks; our losses are shares of one sum.
             self.engine.backward(loss * dist.get_world_size())
             self.engine.step()
+        dist.all_reduce(total)
+        loss, norm = float(total), float(self.engine.get_global_grad_norm())
+        # Before the guard: DeepSpeed skips such a step, so nothing moves. Its norm is inf then, in other versions -1.
+        if not (math.isfinite(loss) and 0 <= norm < math.inf):
+            raise UserError(
+                f"the {self.name}'s loss ({loss:g}) or the norm of its gradient ({norm:g}) is not a finite number, in "
+                "the step after the last line of metrics.jsonl. Nothing of this round was published or saved; the "
+                "last checkpoint, if there is one, is good. The same settings are likely to come here again: begin a "
+                "new run from it (rsi-fast export) with lower learning rates or a smaller max_grad_norm"
+            )
         if self._before:
             self._check_every_parameter_moved()
-        return float(self.engine.get_global_grad_norm())
+        return norm
 
     def reset_optimizer(self) -> None:
         """Forgets the moments of an earlier stage; the weights stay."""

@@ -38,8 +38,12 @@ class Round:
             reasons = "\n  ".join(sorted(set(self.dropped.values()))[:5])
             raise UserError(f"no trajectory of the round can be trained on. Reasons:\n  {reasons}")
 
-    def num_dropped(self, kind: str) -> int:
-        """kind: "invalid" or "stale"."""
+    def counts(self) -> dict[str, int]:
+        """Of the round, as metrics."""
+        counts = {f"rollout/{kind}": self._num_dropped(kind) for kind in ("invalid", "stale")}
+        return counts | {"rollout/attempts": len(self.trajectories) + len(self.dropped)}
+
+    def _num_dropped(self, kind: str) -> int:
         return sum(reason.startswith(kind) for reason in self.dropped.values())
 
 

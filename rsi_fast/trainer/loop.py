@@ -13,14 +13,14 @@ from rsi_fast.config import Config, Stage
 from rsi_fast.errors import UserError
 from rsi_fast.spool import Order, Spool, Trajectory, write_json_atomic
 from rsi_fast.trainer import checkpoint as checkpoints
-from rsi_fast.trainer import metrics as metrics_log
 from rsi_fast.trainer import packing, rollouts, update
 from rsi_fast.trainer.batching import Hands, MicroBatch, Sample
 from rsi_fast.trainer.checkpoint import State
 from rsi_fast.trainer.engines import Engine
 from rsi_fast.trainer.intake import Intake
-from rsi_fast.trainer.metrics import Stopwatch
+from rsi_fast.trainer.metrics import Stopwatch, profiled
 from rsi_fast.trainer.models import load_actor, load_critic
+from rsi_fast.trainer.monitor import Monitor
 from rsi_fast.trainer.statistics import Sums
 from rsi_fast.trainer.sync import Publisher
 
@@ -45,6 +45,7 @@ class Trainer:
         self.cut = packing.decide_cut(self.actor, config, self.device)
         self.state = State()
         self._resume()
+        self.monitor = Monitor(config, self.state.step) if self.rank == 0 else None
 
     # ---- the recipe
 
@@ -58,8 +59,7 @@ class Trainer:
                 self._open_stage(stage)
             while self.state.round < (stage.steps or stage.rounds) and not self.state.gate_met:
                 self.watch = Stopwatch()
-                profiled = stage.kind != "sft" and self.state.round == self.config.trainer.profile_round
-                with self.watch.phase("total"), metrics_log.operation_seconds(profiled) as operations:
+                with profiled(self._trace(stage)) as operations, self.watch.phase("total"):
                     metrics = self._sft_step(stage) if stage.kind == "sft" else self._rl_round(stage)
                 self._log(stage.label, stage.kind, metrics | operations)
                 self.state.round += 1
@@ -68,6 +68,7 @@ class Trainer:
             self._close_stage(stage)
         if self.rank == 0:
             write_json_atomic(self.run_dir / "done.json", json.dumps({"step": self.state.step}))
+            self.monitor.close()
 
     def _rl_round(self, stage: Stage) -> dict:
         config, state, phase = self.config, self.state, self.watch.phase
@@ -80,7 +81,7 @@ class Trainer:
             samples, metrics = rollouts.score(
                 list(taken.trajectories.values()), stage.partial_cap, config.credit.family_weights, version
             )
-            metrics |= {f"rollout/{kind}": taken.num_dropped(kind) for kind in ("invalid", "stale")}
+            metrics |= taken.counts()
             if self.rank == 0:
                 checkpoints.note_score(self.run_dir, metrics["rollout/success"])
             name = rollouts.order_name(state.stage + 1, stage.label, state.round)
@@ -237,7 +238,13 @@ class Trainer:
         line = {"stage": label, "kind": kind, "round": self.state.round, "step": self.state.step}
         line |= {"weight_version": self.state.weight_version, "time": round(time.time(), 3)} | metrics
         if self.rank == 0:
-            metrics_log.append(self.run_dir / "metrics.jsonl", line, self.watch)
+            self.monitor.log(line, self.watch)
+
+    def _trace(self, stage: Stage) -> Path | None:
+        """Where the profile of the round to come goes, if it is to be profiled."""
+        wanted = stage.kind != "sft" and self.state.round == self.config.trainer.profile_round
+        name = f"{stage.label}-{self.state.round:04d}.json.gz"
+        return self.run_dir / "profile" / name if wanted and self.rank == 0 else None
 
     def _engines(self) -> dict[str, Engine]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
@@ -265,5 +272,4 @@ class Trainer:
                 ) from error
         if self.rank == 0:
             checkpoints.tidy(self.run_dir, self.config.trainer.keep_checkpoints, self.config.trainer.keep_best)
-            metrics_log.drop_after(self.run_dir / "metrics.jsonl", self.state.step)
             self.intake.resume(self.state)

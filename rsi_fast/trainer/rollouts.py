@@ -145,6 +145,7 @@ def evaluation(trajectories: list[Trajectory]) -> dict:
         "eval/ci95": list(wilson_interval(successes, len(valid))),
         "eval/by_kind": dict(sorted(kinds.items())),
         "rollout/turns": numbers["rollout/turns"],
+        "rollout/attempts": len(trajectories),
         "rollout/invalid": len(trajectories) - len(valid),
         "rollout/truncated": numbers["rollout/truncated"],
     }
