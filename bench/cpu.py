@@ -248,8 +248,10 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, help="of the inputs; default: a new one")
     parser.add_argument("--minutes", type=float, default=8.0, help="rivals that come later than this are left out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: bench/results/cpu.json, but for --tiny and --only none")
     args = parser.parse_args()
+    if args.out is None and not args.tiny and not args.only:
+        args.out = RESULTS
     torch.set_num_threads(1)
     deadline = time.monotonic() + 60 * args.minutes
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
@@ -276,8 +278,9 @@ def main() -> None:
             print(show(record))
         print(f"  ({time.monotonic() - begin:.0f} s)", flush=True)
         report["results"] += records
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """token_logprobs and linear_token_logprobs: accuracy and gradients against float64, masks, hard numbers, bad input."""
 
+import math
 import os
 import subprocess
 import sys
@@ -229,6 +230,71 @@ def test_views_are_read_in_place(view):
     assert torch.equal(linear_token_logprobs(seen, w, t, mask), linear_token_logprobs(copied, w, t, mask))
 
 
+MATRIX_VIEWS = {  # of a random x [12, 12]
+    "columns": lambda x: x.T,
+    "every second column": lambda x: x[:, ::2],
+    "one row, expanded": lambda x: x[2:3].expand(6, 12),
+    "the only row, expanded": lambda x: x[:1].clone().expand(6, 12),
+    "one number, expanded": lambda x: x[:6, :1].expand(6, 12),
+    "columns of a batch": lambda x: x.T[None],
+    "last dimension first": lambda x: x.reshape(4, 3, 12).permute(1, 2, 0),
+    "every second of a batch": lambda x: x.reshape(3, 4, 12)[..., ::2],
+    "a column": lambda x: x[:, 1],
+    "one logit": lambda x: x[:, 3:4],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("view", MATRIX_VIEWS)
+def test_logits_of_any_strides_are_right(view, dtype):
+    """Published here as a bug: logits that are not dense along the vocabulary gave wrong numbers on the CPU."""
+    x = torch.randn(12, 12).to(dtype)
+    a, b = leaf(x), leaf(x)
+    seen, copied = MATRIX_VIEWS[view](a), MATRIX_VIEWS[view](b).contiguous()
+    targets = torch.randint(0, seen.shape[-1], seen.shape[:-1])
+    out = token_logprobs(seen, targets)
+    expected = torch.log_softmax(copied.float(), -1).gather(-1, targets[..., None].long())[..., 0]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    out.sum().backward()
+    token_logprobs(copied, targets).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    hidden = seen.detach()
+    weight = torch.randn(5, hidden.shape[-1]).to(dtype)
+    found = linear_token_logprobs(hidden, weight, targets % 5)
+    torch.testing.assert_close(found, linear_token_logprobs(hidden.contiguous(), weight, targets % 5))
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype, autocast):
+    """The head's product was rounded to bf16 under autocast, or failed where the vocabulary takes several tiles."""
+    hidden, weight = torch.randn(4, 64).to(dtype), torch.randn(20_000, 64).to(dtype)
+    targets, old, advantages = torch.randint(20_000, (4,)), torch.full((4,), -10.0), torch.randn(4)
+
+    def results():
+        h, w = leaf(hidden), leaf(weight)
+        logprobs = linear_token_logprobs(h, w, targets)
+        logprobs.sum().backward()
+        g, v = leaf(hidden), leaf(weight)
+        loss = linear_ppo_loss(g, v, targets, old, advantages).loss
+        loss.backward()
+        return logprobs, h.grad, w.grad, loss, g.grad, v.grad
+
+    expected = results()
+    with torch.autocast("cpu", dtype=autocast):
+        found = results()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_the_lowest_finite_logits_are_numbers():
+    logits = torch.full((2, 5000), torch.finfo(torch.float32).min)
+    logits[1] = -torch.inf
+    out = token_logprobs(logits, torch.tensor([3, 3]))
+    assert out[0] == pytest.approx(-math.log(5000))
+    assert out[1].isnan()
+
+
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3), ()])
 def test_no_or_one_row(shape):
     logits, h, w = leaf(torch.randn(*shape, 5)), leaf(torch.randn(*shape, 4)), leaf(torch.randn(5, 4))
@@ -355,6 +421,7 @@ BAD = [
     ("mask", MASK[0], r"shape \[2, 3\]"),
     ("temperature", 0.0, r"finite number in \(0, inf\), got 0.0"),
     ("temperature", -1, "got -1"),
+    ("temperature", 1e-40, "at least 1e-30, as arithmetic is fp32, got 1e-40"),
     ("temperature", NAN, "got nan"),
     ("temperature", INF, "got inf"),
     ("temperature", torch.tensor(1.0), "got Tensor"),
@@ -454,3 +521,25 @@ def test_the_process_that_compiles_gives_the_same_bits_as_those_that_find_it_com
     first, second = (subprocess.run(command, env=env, capture_output=True, check=True, timeout=120) for _ in range(2))
     assert list(tmp_path.rglob("*.nbc"))
     assert first.stdout == second.stdout
+
+
+NO_CACHE = """
+import numba.core.caching as caching
+caching.CacheImpl._locator_classes = []  # as where nothing is writable that numba would keep its work in
+import torch
+from rsi_kernels import token_logprobs
+print(float(token_logprobs(torch.zeros(1, 4), torch.tensor([1]))))
+"""
+
+
+@pytest.mark.host
+def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
+    done = subprocess.run([sys.executable, "-c", NO_CACHE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(-math.log(4))
+
+
+def test_numbers_of_numpy_are_numbers():
+    logits, targets = torch.randn(2, 5), torch.tensor([1, 2])
+    out = token_logprobs(logits, targets, temperature=np.float32(0.5))
+    assert torch.equal(out, token_logprobs(logits, targets, temperature=0.5))

@@ -432,3 +432,31 @@ def test_reference_gradients():
         lambda x: reference.policy_loss(x, *args, dual_clip=1.5, behaviour_logprobs=behaviour.double())[0], x
     )
     torch.autograd.gradcheck(lambda x: reference.value_loss(x, *args)[0], x)
+
+
+def test_a_second_derivative_is_refused():
+    """The gradient is kept as numbers: a hessian of it was silently zero."""
+    x, mask = leaf(torch.zeros(3)), torch.ones(3, dtype=torch.bool)
+    h, w = leaf(torch.randn(3, 4)), leaf(torch.randn(6, 4))
+    losses = (
+        value_loss(x, torch.zeros(3), torch.ones(3), mask, clip=9.0).loss,
+        policy_loss(x, torch.zeros(3), torch.ones(3), mask).loss,
+        linear_ppo_loss(h, w, torch.arange(3), torch.zeros(3), torch.ones(3)).loss,
+    )
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            torch.autograd.grad(loss, [x] if loss is not losses[2] else [h, w], create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("denominator", "message"),
+    [
+        (torch.tensor(-1.0), "at least 0, got -1.0"),
+        (torch.tensor(NAN), "at least 0, got nan"),
+        (torch.tensor(1j), "expected dtype float32 or"),
+    ],
+)
+def test_bad_denominator(denominator, message):
+    x = torch.zeros(3)
+    with pytest.raises(ValueError, match=f"^denominator: .*{message}"):
+        policy_loss(x, x, x, torch.ones(3, dtype=torch.bool), denominator=denominator)

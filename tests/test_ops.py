@@ -181,3 +181,17 @@ def test_import_pulls_in_nothing_heavy():
 
 def test_works_without_triton():
     assert run_python(WITHOUT_TRITON.format(hidden=[*HEAVY, "triton"])).strip() == "[[1.0, 1.0, 1.0]]"
+
+
+def test_numbers_may_change_between_calls_of_a_compiled_whole():
+    """A denominator does at every step; torch.compile then takes it for a symbol."""
+    x, mask = torch.randn(4), torch.ones(4, dtype=torch.bool)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(denominator, temperature):
+        logprobs = token_logprobs(x[:, None].expand(4, 3), torch.zeros(4, dtype=torch.int64), temperature=temperature)
+        return policy_loss(logprobs, logprobs, x, mask, denominator=denominator).loss
+
+    for number in (5, 6, 7.5, 9):
+        loss = policy_loss(torch.zeros(4), torch.zeros(4), x, mask, denominator=number).loss
+        torch.testing.assert_close(compiled(number, number / 10), loss)

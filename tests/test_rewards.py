@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_checks import NAN, poisoned, vectors
-from rsi_kernels import family_rewards, reference
+from rsi_kernels import family_rewards, reference, runtime
 
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
@@ -102,3 +102,15 @@ def test_bad_argument(name, value, message):
 def test_family_beyond_the_weights():
     with pytest.raises(ValueError, match=r"^family: expected ids in \[-1, 2\), got 2 at row 0, check 1"):
         family_rewards(torch.ones(1, 2), torch.tensor([[0, 2]]), torch.tensor([0]), family_weights=[1.0, 1.0])
+
+
+@pytest.mark.parametrize("value", [3.0, -0.5, NAN, float("inf")])
+def test_a_part_that_passed_is_between_0_and_1(value):
+    """More than 1 gave a partial success a reward above a strict one."""
+    passed, family = torch.tensor([[1.0, 0.5], [value, value]]), torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32)
+    success = torch.tensor([False, False])
+    if runtime.uses_triton(family):
+        assert family_rewards(passed, family, success).progress[1].isnan()
+        return
+    with pytest.raises(ValueError, match="^passed: expected parts from 0 to 1, got .* at row 1, check 1"):
+        family_rewards(passed, family, success)

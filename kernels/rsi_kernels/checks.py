@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IDS = (torch.int32, torch.int64)
+NUMPY_NUMBERS = (np.floating, np.integer)
 
 
 def fail(name: str, expected: str, got: object) -> None:
@@ -30,10 +32,13 @@ def number(name, value, low: float, high: float = math.inf, open_low=False, open
     expected = (
         f"a finite number in {'(' if open_low else '['}{low}, {high}{')' if open_high or high == math.inf else ']'}"
     )
+    if not torch.compiler.is_compiling() and isinstance(value, NUMPY_NUMBERS):  # torch.compile does not know them
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         fail(name, expected, type(value).__name__)
     value = float(value)
-    if not math.isfinite(value) or value < low or value > high:
+    # Comparisons alone: under torch.compile the number may be a symbol, of which math.isfinite is not known. NaN fails.
+    if not (low <= value <= high and value < math.inf):
         fail(name, expected, value)
     if (open_low and value == low) or (open_high and value == high):
         fail(name, expected, value)

@@ -79,6 +79,7 @@ def head_gradient(dlogits: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tens
 
 
 @torch.library.custom_op("rsi_kernels::linear_token_logprobs", mutates_args=())
+@runtime.without_autocast
 def _linear_token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | None, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,6 +100,7 @@ def _(hidden, weight, targets, mask, temperature, with_entropy):
 
 
 @torch.library.custom_op("rsi_kernels::linear_token_logprobs_backward", mutates_args=())
+@runtime.without_autocast
 def _linear_token_logprobs_backward(
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,

@@ -8,10 +8,11 @@ does not underflow under a large denominator.
 import torch
 from torch import Tensor
 
-from . import linear_logprob, ppo_loss, scoring
+from . import linear_logprob, ppo_loss, runtime, scoring
 
 
 @torch.library.custom_op("rsi_kernels::linear_ppo_loss", mutates_args=())
+@runtime.without_autocast
 def _linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -84,6 +85,7 @@ def _backward(ctx, of_loss, *_):
     none = (None,) * (ctx.num_inputs - 2)
     if of_loss is None:
         return None, None, *none
+    ppo_loss.refuse_second_derivative("linear_ppo_loss")
     scale, dhidden, dweight = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     return (

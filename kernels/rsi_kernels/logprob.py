@@ -1,8 +1,8 @@
 """`token_logprobs`: log-probs and entropy of given tokens from logits, in one pass over the rows of action tokens.
 
-The arithmetic is in `logprob_host.py` (CPU) and `logprob_triton.py` (GPU). Rows that neither reads as they are (fp16 on
-a CPU; any on a GPU without Triton) are copied into one chunk at a time, so nothing of shape [tokens, vocabulary] is
-written but the gradient.
+The arithmetic is in `logprob_host.py` (CPU) and `logprob_triton.py` (GPU). Rows that neither reads as they are (on a
+CPU fp16, and logits that are not dense along the vocabulary; any on a GPU without Triton) are copied into one chunk at
+a time, so nothing of shape [tokens, vocabulary] is written but the gradient.
 """
 
 import torch
@@ -15,6 +15,7 @@ GPU_CHUNK = 2**26  # where Triton is missing
 
 
 @torch.library.custom_op("rsi_kernels::token_logprobs", mutates_args=())
+@runtime.without_autocast
 def _token_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -32,7 +33,7 @@ def _token_logprobs(
     rows = scoring.action_rows(mask, targets)
     picked = scoring.select_targets(targets, rows, logits.shape[-1])
     matrix, index = scoring.row_matrix(logits, rows)
-    if _is_read_directly(logits):
+    if _is_read_directly(matrix):
         from .logprob_host import Scores
 
         scores = Scores(len(rows), temperature, with_entropy)
@@ -51,6 +52,7 @@ def _(logits, targets, mask, temperature, with_entropy, inplace_backward=False):
 
 
 @torch.library.custom_op("rsi_kernels::token_logprobs_backward", mutates_args=())
+@runtime.without_autocast
 def _token_logprobs_backward(
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
@@ -105,7 +107,7 @@ def _write_gradient(grad, of_logprobs, of_entropy, logits, targets, mask, entrop
     matrix, index = scoring.row_matrix(logits, rows)
     saved = scoring.select_saved(rows, of_logprobs, of_entropy, entropy, top, log_sum)
     lines = grad.view(targets.numel(), logits.shape[-1])
-    if _is_read_directly(logits):
+    if _is_read_directly(matrix):
         from .logprob_host import write_gradient
 
         write_gradient(matrix, index, picked, temperature, saved, lines, rows)
@@ -118,8 +120,12 @@ def _write_gradient(grad, of_logprobs, of_entropy, logits, targets, mask, entrop
         lines.index_fill_(0, scoring.action_rows(mask == 0, targets), 0)
 
 
-def _is_read_directly(logits: Tensor) -> bool:
-    return runtime.uses_numba(logits) and logits.dtype in (torch.float32, torch.bfloat16)
+def _is_read_directly(matrix: Tensor) -> bool:
+    if not runtime.uses_numba(matrix) or matrix.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    from .logprob_host import has_dense_rows
+
+    return has_dense_rows(matrix)
 
 
 def _save_logits(ctx, inputs, output):

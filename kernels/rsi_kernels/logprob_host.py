@@ -8,11 +8,12 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from . import runtime
+from .runtime import compiled
 
 BLOCK = 4096  # logits: 16 KiB in fp32, which stay in the L1 cache
 
@@ -77,12 +78,12 @@ def _narrow(context, x, like):
 
 # forceinline: else the process that compiles calls the separate copy of a helper, which LLVM may have optimised in
 # another way than the copy inside the cached caller, and its sums would differ in the last bit from later runs.
-@njit(forceinline=True)
+@compiled(forceinline=True)
 def _at_least_tiny(y):
     return TINY if y < TINY else y  # max() would lose NaN
 
 
-@njit(forceinline=True)
+@compiled(forceinline=True)
 def _exp2(y):
     """2^y, held within 2^-126 and 2^127; relative error at most 2e-7."""
     y = _at_least_tiny(HUGE if y > HUGE else y)
@@ -92,7 +93,7 @@ def _exp2(y):
     return p * _as_float((near << INT(23)) + INT(127 << 23))  # times, not added to its bits: NaN stays NaN
 
 
-@njit(forceinline=True)
+@compiled(forceinline=True)
 def _highest(block):
     """The largest number, found among the bits as integers in the same order: of floats it would be no vector loop."""
     highest = INT(-(2**31))
@@ -102,7 +103,7 @@ def _highest(block):
     return _as_float(highest ^ ((highest >> INT(31)) & INT(0x7FFFFFFF)))
 
 
-@njit(fastmath=FAST, forceinline=True)
+@compiled(fastmath=FAST, forceinline=True)
 def _exponentials(block, top, scale, with_entropy):
     """With y = (x - top) * scale: (sum of 2^y, sum of 2^y * y, bits of the largest 2^y)."""
     total, weighted, largest = FP(0), FP(0), INT(0)
@@ -121,7 +122,7 @@ def _exponentials(block, top, scale, with_entropy):
     return total, weighted, largest
 
 
-@njit(fastmath=FAST, nogil=True, cache=True)
+@compiled(fastmath=FAST, nogil=True)
 def _accumulate(logits, starts, vocabulary, targets, temperature, with_entropy, state, begin, end):
     """state [4, n], see `Scores`. A block is read once, unless it turns out to hold a much larger logit than those
     before it; top is therefore no more than a little below the largest one."""
@@ -148,7 +149,7 @@ def _accumulate(logits, starts, vocabulary, targets, temperature, with_entropy, 
         state[1, i], state[2, i], state[3, i] = top, total, weighted
 
 
-@njit(fastmath=FAST, nogil=True, cache=True)
+@compiled(fastmath=FAST, nogil=True)
 def _gradient(
     logits, starts, vocabulary, targets, temperature, tops, log_sums, of_logprobs, entropy, of_entropy,
     gradient, out_starts, begin, end,
@@ -204,7 +205,7 @@ class Scores:
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(logprobs, entropy (without meaning if not wanted), top, log_sum), each fp32 [n]."""
         picked, top, total, weighted = self.state
-        total = torch.where(top == LOWEST, torch.nan, total)  # every logit is -inf
+        total = torch.where((top == LOWEST) & (total < 1), torch.nan, total)  # every logit is -inf
         log_sum = total.log()
         return (picked - top) / self.temperature - log_sum, log_sum - weighted / total * LN_2, top, log_sum
 
@@ -227,10 +228,15 @@ def write_gradient(x, rows, targets, temperature: float, saved, out: Tensor, out
     )
 
 
+def has_dense_rows(x: Tensor) -> bool:
+    return x.stride(1) == 1 or x.shape[1] <= 1
+
+
 def _flat(x: Tensor, rows: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
     """(memory of x, where each of the rows begins in it), so that numba compiles for one layout only."""
     num_rows, width = x.shape
+    assert has_dense_rows(x)
     rows = torch.arange(num_rows) if rows is None else rows
-    pitch = max(x.stride(0), 1) if num_rows > 1 else max(width, 1)
+    pitch = x.stride(0) if num_rows > 1 else max(width, 1)  # 0: one row, expanded
     flat = x.detach().as_strided(((num_rows - 1) * pitch + width if num_rows else 0,), (1,))
     return (flat.view(torch.uint16) if x.dtype == torch.bfloat16 else flat).numpy(), (rows * pitch).numpy()

@@ -169,8 +169,15 @@ def _backward(ctx, of_loss, *_):
     none = (None,) * (ctx.num_inputs - 1)
     if of_loss is None:
         return None, *none
+    refuse_second_derivative("a PPO loss")
     scale, slope = ctx.saved_tensors
     return scaled(slope, of_loss / scale).to(ctx.dtype), *none
+
+
+def refuse_second_derivative(name: str) -> None:
+    """The gradient is kept as numbers, so its own derivative would silently be 0."""
+    if torch.is_grad_enabled():  # in a backward: with create_graph
+        raise RuntimeError(f"{name} can be differentiated once: call backward without create_graph=True")
 
 
 def scaled(slope: Tensor, of_loss: Tensor) -> Tensor:
@@ -274,5 +281,8 @@ def check_denominator(denominator) -> tuple[Tensor | None, float | None]:
     if isinstance(denominator, Tensor):
         if denominator.dim() != 0:
             checks.fail("denominator", "a number or a 0-d tensor", f"shape {list(denominator.shape)}")
+        checks.tensor("denominator", denominator, (*checks.FLOATS, torch.float64, *checks.IDS))
+        if denominator.device.type == "cpu" and not torch.compiler.is_compiling() and not denominator >= 0:
+            checks.fail("denominator", "a number of at least 0", float(denominator))
         return denominator.detach(), None
     return None, None if denominator is None else checks.number("denominator", denominator, 0)

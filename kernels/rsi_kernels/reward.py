@@ -67,7 +67,8 @@ def family_rewards(
         family_weights: [F] of at least 0; None: 1 each, and F is the highest id plus one (on a GPU: one sync).
         partial_cap: in [0, 1).
 
-    A family id outside [-1, F) is a ValueError on CPU; on a GPU the row's progress is NaN.
+    A family id outside [-1, F), or a part that passed outside [0, 1], is a ValueError on CPU; on a GPU the row's
+    progress is NaN.
     """
     checks.tensor("family", family, checks.IDS)
     if family.dim() != 2:

@@ -2,15 +2,16 @@
 
 import numpy as np
 import torch
-from numba import njit
 
 from . import checks, runtime
 from .reward import highest_family
+from .runtime import compiled
 
 
-@njit(nogil=True, cache=True)
-def _walk(passed, family, success, weights, partial_cap, reward, progress, fraction, unknown, begin, end):
-    """unknown [R]: one plus the column of a check whose family is none of those weighted."""
+@compiled(nogil=True)
+def _walk(passed, family, success, weights, partial_cap, reward, progress, fraction, unfit, begin, end):
+    """unfit [R]: one plus the column of a check whose family is none of those weighted; or minus that, where the
+    part that passed is none between 0 and 1."""
     num_families = len(weights)
     total, got = np.zeros(num_families + 1), np.zeros(num_families + 1)  # the last is for checks of no family
     for row in range(begin, end):
@@ -19,9 +20,11 @@ def _walk(passed, family, success, weights, partial_cap, reward, progress, fract
         for column in range(family.shape[1]):
             f = family[row, column]
             if f < 0 or f >= num_families:
-                if f != -1 and unknown[row] == 0:
-                    unknown[row] = column + 1
+                if f != -1 and unfit[row] == 0:
+                    unfit[row] = column + 1
                 f = num_families
+            elif not 0 <= passed[row, column] <= 1 and unfit[row] == 0:
+                unfit[row] = -column - 1
             total[f] += 1
             got[f] += passed[row, column]
         weighted, weight_sum = 0.0, 0.0
@@ -50,14 +53,17 @@ def family_rewards_host(passed, family, success, family_weights, partial_cap):
     num_rows, num_checks = family.shape
     reward, progress = torch.empty(num_rows), torch.empty(num_rows)
     fraction = torch.empty(num_rows, len(weights))
-    unknown = np.zeros(num_rows, np.int64)
+    unfit = np.zeros(num_rows, np.int64)
     passed = passed.contiguous().view(torch.uint8) if passed.dtype == torch.bool else passed.float().contiguous()
     family = family.contiguous().numpy()
-    outputs = reward.numpy(), progress.numpy(), fraction.numpy(), unknown
+    outputs = reward.numpy(), progress.numpy(), fraction.numpy(), unfit
     arguments = passed.numpy(), family, (success != 0).numpy(), weights, partial_cap, *outputs
     runtime.in_threads(_walk, arguments, num_rows, num_checks)
-    if unknown.any():
-        row = int(unknown.nonzero()[0][0])
-        column = int(unknown[row]) - 1
+    if unfit.any():
+        row = int(unfit.nonzero()[0][0])
+        column = abs(int(unfit[row])) - 1
+        if unfit[row] < 0:
+            part = float(passed[row, column])
+            checks.fail("passed", "parts from 0 to 1", f"{part} at row {row}, check {column}")
         checks.fail("family", f"ids in [-1, {len(weights)})", f"{family[row, column]} at row {row}, check {column}")
     return reward.to(device), progress.to(device), fraction.to(device)

@@ -23,7 +23,7 @@ def _reward(
     passed_ptr += row * num_checks
     family_ptr += row * num_checks
     weighted, weight_sum = 0.0, 0.0
-    unknown = tl.zeros((BLOCK,), tl.int32)
+    unfit = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, tl.maximum(num_families, 1), FAMILIES):  # without families, too, ids are looked at
         f = first + tl.arange(0, FAMILIES)
         total = tl.zeros((FAMILIES, BLOCK), tl.float32)
@@ -32,7 +32,8 @@ def _reward(
             column = start + tl.arange(0, BLOCK)
             family = tl.load(family_ptr + column, mask=column < num_checks, other=-1)
             credit = tl.load(passed_ptr + column, mask=column < num_checks, other=0).to(tl.float32)
-            unknown |= ((family < -1) | (family >= num_families)).to(tl.int32)
+            unfit |= ((family < -1) | (family >= num_families)).to(tl.int32)
+            unfit |= ((family >= 0) & ~((credit >= 0) & (credit <= 1))).to(tl.int32)
             same = family[None, :] == f[:, None]
             total += tl.where(same, 1.0, 0.0)
             num_passed += tl.where(same, credit[None, :], 0.0)  # what belongs to no family may be NaN
@@ -47,7 +48,7 @@ def _reward(
         weight_sum += tl.sum(weight, 0)
         weighted += tl.sum(tl.where(weight > 0, weight * fraction, 0.0), 0)
     progress = weighted / tl.where(weight_sum > 0, weight_sum, 1.0)
-    progress = tl.where(tl.max(unknown, 0) > 0, float("nan"), progress)
+    progress = tl.where(tl.max(unfit, 0) > 0, float("nan"), progress)
     tl.store(progress_ptr + row, progress)
     tl.store(reward_ptr + row, tl.where(tl.load(success_ptr + row) != 0, 1.0, partial_cap * progress))
 

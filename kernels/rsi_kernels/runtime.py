@@ -27,6 +27,31 @@ def cpu_multiplies_bf16() -> bool:
     return any(getattr(module, name, bool)() for module, name in tests)
 
 
+def compiled(**options):
+    """numba's njit, kept on disk for later processes where there is a place for it: beside this file, in the user's
+    cache, or in NUMBA_CACHE_DIR. Else each process compiles anew, for seconds."""
+    from numba import njit
+
+    def decorate(function):
+        try:
+            return njit(cache=not options.get("forceinline"), **options)(function)
+        except RuntimeError:  # numba finds no place that it may write to
+            return njit(**options)(function)
+
+    return decorate
+
+
+def without_autocast(function):
+    """An op computes in the dtypes it says, also inside torch.autocast."""
+
+    @functools.wraps(function)
+    def exact(*arguments):
+        with torch.autocast(next(x for x in arguments if isinstance(x, torch.Tensor)).device.type, enabled=False):
+            return function(*arguments)
+
+    return exact
+
+
 def in_threads(compiled, arguments: tuple, num_rows: int, width: int) -> None:
     """Calls compiled(*arguments, begin, end), which lets go of the GIL, on as many threads as torch uses.
 

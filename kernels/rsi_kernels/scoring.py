@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import checks, runtime
 
+LEAST_TEMPERATURE = 1e-30
 LOG_ZERO = -200.0  # exp of less is 0 in fp32; keeps 0 * -inf out of entropy terms
 
 
@@ -147,4 +148,7 @@ def check_scored(scored: Tensor, targets, mask, temperature) -> float:
     checks.tensor("targets", targets, checks.IDS, scored, scored.shape[:-1])
     if mask is not None:
         checks.tensor("mask", mask, checks.MASKS, scored, targets.shape)
-    return checks.number("temperature", temperature, 0, open_low=True)
+    temperature = checks.number("temperature", temperature, 0, open_low=True)
+    if temperature < LEAST_TEMPERATURE:
+        checks.fail("temperature", f"at least {LEAST_TEMPERATURE}, as arithmetic is fp32", temperature)
+    return temperature

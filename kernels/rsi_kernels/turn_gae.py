@@ -6,6 +6,7 @@ The arithmetic is in `turn_gae_host.py` (CPU) and `turn_gae_triton.py` (GPU); th
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,6 +162,8 @@ def turn_gae(
 
 def _split_lam(name: str, lam, values: Tensor, num_rows: int) -> tuple[float, Tensor | None]:
     """(number, None), or (0, one number per row)."""
+    if not torch.compiler.is_compiling() and isinstance(lam, np.ndarray):
+        lam = lam.tolist()
     if isinstance(lam, list | tuple):
         for x in lam:
             checks.number(name, x, 0, 1)

@@ -6,15 +6,15 @@ how rows are spread over threads.
 
 import numpy as np
 import torch
-from numba import njit
 
 from . import runtime
 from .checks import fail
+from .runtime import compiled
 
 FALLING, TOKEN_REWARD, TURN_REWARD = 1, 2, 3  # what can be wrong with a row
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _walk_back(
     values, mask, ids, token_rewards, turn_rewards, ends, lams, critic_lams, starts,
     gamma, token_gamma, token_lam, turn_credit, advantages, returns, problems, begin, end,
@@ -77,7 +77,7 @@ def _walk_back(
                     break
 
 
-@njit
+@compiled()
 def _any_masked(reward, is_action):
     """Whether a reward stands on a masked token."""
     found = False
@@ -86,7 +86,7 @@ def _any_masked(reward, is_action):
     return found
 
 
-@njit
+@compiled()
 def _spread(advantage, is_action, opens, closes):
     """The advantage of the first token of a turn to all its tokens."""
     for t in range(opens + 1, closes + 1):
